@@ -815,7 +815,8 @@ def test_results_that_cannot_be_put_together():
     with pytest.warns(UserWarning, match="takes some of the examples"):
         refused(ow.GraphError, "nothing says how to put it together", accumulate, first, 4)
     branch = minimized(lambda w, x: (jnp.mean(x @ w), jnp.sum(x) if len(x) > 8 else jnp.float64(0)), X)
-    refused(ow.RecipeError, "builds another graph", accumulate, branch, 4)
+    with pytest.warns(UserWarning, match="another graph than for the whole batch, from 'reduce_sum' at .*"):
+        refused(ow.RecipeError, "builds another graph", accumulate, branch, 4)
 
 
 def test_an_activation_of_the_loop_cannot_be_fetched():

@@ -23,6 +23,8 @@ Place = tuple[int, int]
 
 Ties = Iterator[tuple[Place, Place]]
 
+_WINDOWS = (Work.WINDOW, Work.WINDOW_CHOICE, Work.WINDOW_SPREAD)
+
 
 @dataclass(frozen=True)
 class Wiring:
@@ -57,9 +59,20 @@ def _moved(call: Call, row: Primitive) -> Ties:
     if row.update:
         return _scattered(call)
     if row.is_elementwise or row.along or row.moves in (Moves.KEEPS, Moves.HOLDS, Moves.ROUNDS):
-        along = call.params[row.along] if row.along else ()
-        return _each(call, along if isinstance(along, tuple | list) else (along,))
+        return _each(call, axes_along(call))
+    if row.work in _WINDOWS:
+        return _each(call, [i for i, n in enumerate(call.params["window_dimensions"]) if n > 1])
+    if row.on_last is not None:
+        return _each_problem(call, row.on_last)
     return iter(())
+
+
+def axes_along(call: Call) -> tuple[int, ...]:
+    """The axes along which an equation runs, as its parameters say."""
+    row = of(call.primitive)
+    along = call.params[row.along] if row.along else ()
+    found = along if isinstance(along, tuple | list) else (along,)
+    return tuple(i % len(call.operands[0].shape) for i in found)
 
 
 def _each(call: Call, along: Sequence[int]) -> Ties:
@@ -71,6 +84,18 @@ def _each(call: Call, along: Sequence[int]) -> Ties:
                 for i, (n, m) in enumerate(zip(operand.shape, result.shape, strict=True)):
                     if n == m and i not in along:  # an operand may be 1 long, and is repeated
                         yield (k, i), _result(call, i, j)
+
+
+def _each_problem(call: Call, last: int | str) -> Ties:
+    """Axes that count problems, such as matrices, in front of those that make up one."""
+    own = last if isinstance(last, int) else len(call.params[last])
+    for j, result in enumerate(call.results):
+        for k, operand in enumerate(call.operands):
+            axes = range(min(len(operand.shape) - own, len(result.shape)))
+            yield from (((k, i), _result(call, i, j)) for i in axes if operand.shape[i] == result.shape[i])
+    if "left_side" in call.params:  # the columns of a right side, or its rows, are systems of their own
+        i = len(call.results[0].shape) - (1 if call.params["left_side"] else 2)
+        yield (1, i), _result(call, i)
 
 
 def _alike(call: Call) -> Ties:
@@ -104,7 +129,7 @@ def _repeated(call: Call) -> Ties:
 
 def _permuted(call: Call) -> Ties:
     order = call.params.get("permutation", range(len(call.operands[0].shape)))
-    yield from (((0, i), _result(call, j)) for j, i in enumerate(order))
+    yield from (((0, i), _result(call, j)) for j, i in enumerate(order) if i not in axes_along(call))
 
 
 def _reshaped(call: Call) -> Ties:

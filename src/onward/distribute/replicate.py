@@ -298,9 +298,14 @@ def _with_joined_results(program: Program, whole: Program) -> Program:
     """Results that only grow along their first axis are laid end to end, as data is."""
     merged = {v for op in program.ops if op.made_by is Pass.COLLECTIVE for v in op.outputs}
     pairs = zip(whole.outputs, program.outputs, strict=True)
-    joined = [v for theirs, v in pairs if v.shape and v not in merged and theirs.shape[1:] == v.shape[1:]]
     equal = equal_variables(program)
-    return substitute(program, {v: replace(v, placement=Placement.SHARDED) for v in joined if v not in equal})
+    joined = [
+        v
+        for theirs, v in pairs
+        if v.shape and v not in merged and theirs.shape[1:] == v.shape[1:]
+        if v not in equal or theirs.shape != v.shape
+    ]
+    return substitute(program, {v: replace(v, placement=Placement.SHARDED) for v in joined})
 
 
 def _reduced(

@@ -14,13 +14,14 @@ from typing import Any
 import jax
 
 from onward.core.builder import Builder
+from onward.core.placement import equal_variables
 from onward.core.program import Op, Program, Replicas, Variable
 from onward.core.source import user_level
 from onward.core.walk import with_results
 from onward.core.words import Pass
 from onward.develop.over_batch.known import Following, How, Need
 from onward.develop.over_batch.reading import reading, times
-from onward.develop.over_batch.walk import follow
+from onward.develop.over_batch.walk import follow, where_parted
 from onward.distribute.merge import Devices
 
 
@@ -63,8 +64,9 @@ def of_whole_batch(
     for v in _out_of_order(whole, local, following)[: bool(replicas.syncs)]:
         warnings.warn(
             f"{local.name}: the result {v.name!r} ({v.type} on each of {devices.size} devices) is laid end "
-            "to end along its first axis, and holds the examples several times or along another axis: their "
-            "order differs from that of one device. Return each array once, with the examples first.",
+            "to end along its first axis, and holds the examples several times or along another axis, or "
+            "counts them from 0: it differs from that of one device. Return each array once, with the "
+            "examples first, and count them outside.",
             stacklevel=user_level(),
         )
     return _scaled(_with_statistics(local, following, devices), following, devices, is_sum)
@@ -74,7 +76,7 @@ def _out_of_order(whole: Program, local: Program, following: Following) -> list[
     """The results that are not the devices' laid end to end along their first axis."""
     pairs = zip(whole.outputs, local.outputs, strict=True)
     elsewhere = [mine for theirs, mine in pairs if theirs.shape[1:] != mine.shape[1:]]
-    return [*elsewhere, *following.repeating(local.outputs)]
+    return [*elsewhere, *following.out_of_order(local.outputs)]
 
 
 def _is_additive(trace: Callable[[int], Program], split: Collection[str], count: int) -> bool:
@@ -102,7 +104,7 @@ def _with_statistics(local: Program, following: Following, devices: Devices) -> 
             return _extreme(builder, v, need.merged, devices)
         return times(builder, v, float(devices.size) ** need.power)
 
-    return reading(local, following.needs, made, Pass.COLLECTIVE, following.numbers)
+    return reading(local, following.needs, made, Pass.COLLECTIVE, following.numbers, following.constants)
 
 
 def _merged(builder: Builder, v: Variable, power: int, devices: Devices) -> Variable:
@@ -138,6 +140,7 @@ def _extreme(builder: Builder, v: Variable, which: How, devices: Devices) -> Var
 def _scaled(program: Program, following: Following, devices: Devices, is_sum: bool) -> Program:
     """Sums over examples that are returned or kept, so that their mean over the devices is the whole's."""
     builder = Builder(program, program.ops, made_by=Pass.COLLECTIVE)
+    equal = equal_variables(program)
 
     def new(v: Variable) -> Variable:
         how = following.found.get(v)
@@ -145,8 +148,9 @@ def _scaled(program: Program, following: Following, devices: Devices, is_sum: bo
             extreme: Variable = builder.once(v, lambda: _extreme(builder, v, how.kind, devices))
             return extreme
         summed = v is program.loss and is_sum
-        counts = how is not None and how.kind is How.SAME  # as x.shape[0] does; integers are added up
-        if how is None or not how.power or summed or not (counts or (how.kind is How.MEAN and v.is_float)):
+        if how is None or not how.power or summed or how.kind not in (How.SAME, How.MEAN):
+            return v
+        if how.kind is How.MEAN and not v.is_float and v not in equal:  # an integer is added up
             return v
         scaled: Variable = builder.once(v, lambda: times(builder, v, float(devices.size) ** how.power))
         return scaled
@@ -157,12 +161,9 @@ def _scaled(program: Program, following: Following, devices: Devices, is_sum: bo
 
 
 def _other_graph(whole: Program, local: Program) -> str:
-    pairs = zip(whole.ops, local.ops, strict=False)
-    parted = [found for found in pairs if found[0].type != found[1].type]
-    where = f", from {parted[0][0].type!r} at {parted[0][0].source} on" if parted else ""
     return (
         f"{local.name}: for the examples of one device the function builds another graph than for the whole "
-        f"batch{where}, so the devices may not compute together what one would. Let it branch on no length "
+        f"batch{where_parted(whole, local)}, so the devices may not compute together what one would. Let it branch on no length "
         "of its data; or, if every device's own graph is meant: replicate(..., sync_batch_norm=False)."
     )
 

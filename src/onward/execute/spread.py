@@ -189,8 +189,10 @@ class Spread:
 
     def _of_result(self, v: Variable) -> Placement:
         """Equal results are one; arrays over examples are joined; of the rest each device gives its own."""
-        if v in self._equal or v.placement is Placement.SHARDED:
-            return Placement.REPLICATED if v in self._equal else Placement.SHARDED
+        if v.placement is Placement.SHARDED and self.replicas.count > 1:
+            return Placement.SHARDED
+        if v in self._equal:
+            return Placement.REPLICATED
         rows = {x.shape[0] for x in self.program.inputs if x.placement is Placement.SHARDED}
         is_joined = bool(v.shape) and v.shape[0] in rows and v not in self._merged
         return Placement.SHARDED if is_joined else Placement.PER_REPLICA

@@ -43,8 +43,10 @@ _kept = partial(_moved, moves=Moves.KEEPS, spreads_nonfinite=True)
 _reduced = partial(Primitive, work=Work.REDUCTION, on_cpu=ONCE)
 _window = partial(Primitive, work=Work.WINDOW)
 _update = partial(Primitive, work=Work.UPDATE, update=2, index=ENDS)
-_cube = partial(Primitive, work=Work.CUBE)
-_key = partial(Primitive, makes_keys=True)
+_cube = partial(Primitive, work=Work.CUBE, on_last=2)
+_matrix = partial(Primitive, on_last=2)
+_key = partial(Primitive, makes_keys=True, on_last=0)
+_drawn = partial(Primitive, draws=True, on_last=0)
 _free = partial(Primitive, work=Work.NOTHING)
 
 _ARITHMETIC = (
@@ -151,7 +153,7 @@ _FUNCTIONS = (
 )
 
 _MOVED = (
-    _moved("bitcast_convert_type", moves=Moves.READS_BITS, keeps_sign=False),
+    _moved("bitcast_convert_type", moves=Moves.READS_BITS, on_last=0, keeps_sign=False),
     _laid("broadcast_in_dim", moves=Moves.REPEATS, spreads_nonfinite=True, transposes="reduce_sum"),
     _moved("concatenate", moves=Moves.JOINS, on_cpu=AGAIN, linear=TOGETHER, index=STAYS, precision=FOLLOWS),
     _laid(
@@ -230,9 +232,9 @@ _SUMS_AND_PRODUCTS = (
     Primitive("cummin", along="axis", keeps_sign=True),
     Primitive("cumprod", along="axis"),
     Primitive("cumsum", along="axis", linear=FIRST, keeps_sign=True),
-    Primitive("approx_top_k"),
+    Primitive("approx_top_k", along="reduction_dimension"),
     Primitive("sort", along="dimension", work=Work.SORT, keeps_sign=True),
-    Primitive("top_k", work=Work.NOTHING),
+    Primitive("top_k", along="axis", work=Work.NOTHING),
     _update("scatter", work=Work.NOTHING),
     _update("scatter-add", transposes="gather"),
     _update("scatter-max"),
@@ -303,17 +305,17 @@ _RANDOM = (
     Primitive("iota_2x32_shape"),
     Primitive("philox2x32"),
     Primitive("philox4x32"),
-    Primitive("random_bits", draws=True, work=Work.RANDOM),
+    _drawn("random_bits", work=Work.RANDOM),
     _key("random_clone"),
     _key("random_fold_in", work=Work.RANDOM),
-    Primitive("random_gamma", draws=True),
+    _drawn("random_gamma"),
     _key("random_seed", work=Work.NOTHING),
     _key("random_split", work=Work.RANDOM),
     _key("random_unwrap", work=Work.NOTHING),
-    _key("random_wrap", work=Work.NOTHING),
+    _key("random_wrap", work=Work.NOTHING, on_last=1),
     Primitive("rng_bit_generator", draws=True),
     Primitive("rng_uniform", draws=True),
-    Primitive("threefry2x32", work=Work.RANDOM),
+    Primitive("threefry2x32", on_last=0, work=Work.RANDOM),
     Primitive("threefry4x32"),
 )
 
@@ -322,19 +324,19 @@ _MATRICES = (
     Primitive("cholesky_update"),
     _cube("eig", share=25),
     _cube("eigh", share=9),
-    Primitive("fft", work=Work.FOURIER),
+    Primitive("fft", on_last="fft_lengths", work=Work.FOURIER),
     _cube("geqp3", share=4 / 3),
     _cube("geqrf", share=4 / 3),
     _cube("hessenberg", share=10 / 3),
     _cube("householder_product", share=4 / 3),
     _cube("lu", share=2 / 3),
-    Primitive("lu_pivots_to_permutation"),
-    Primitive("ormqr"),
+    Primitive("lu_pivots_to_permutation", on_last=1),
+    _matrix("ormqr"),
     _cube("qr", share=4 / 3),
     _cube("schur", share=25),
     _cube("svd", share=20),
-    Primitive("symmetric_product"),
-    Primitive("triangular_solve", work=Work.TRIANGULAR),
+    _matrix("symmetric_product"),
+    _matrix("triangular_solve", work=Work.TRIANGULAR),
     _cube("tridiagonal", share=4 / 3),
     Primitive("tridiagonal_solve"),
 )

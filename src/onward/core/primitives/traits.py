@@ -140,6 +140,8 @@ class Primitive:
         moves: what it does with numbers, if it computes no others.
         reduces: what it makes of the numbers of an axis that it takes away.
         along: the parameter that holds the axis, or axes, along which it runs and which it keeps.
+        on_last: how many of its operands' last axes it looks at together, or the parameter that is as long;
+            those before count problems of their own.
         linear: in which operands it is linear.
         multiplies: its result is the product of its operands, or of one with itself.
         commutes: its two operands may be exchanged.
@@ -179,6 +181,7 @@ class Primitive:
     moves: Moves | None = None
     reduces: Reduces | None = None
     along: str = ""
+    on_last: int | str | None = None
     linear: Linear | None = None
     multiplies: bool = False
     commutes: bool = False

@@ -26,7 +26,7 @@ from onward.develop.accumulation.statistics import KnownOfWhole, OfMicroBatch
 from onward.develop.batch import WEIGHT, batch_names, data_types
 from onward.develop.over_batch.known import Following, How
 from onward.develop.over_batch.loss import is_sum as is_sum_of
-from onward.develop.over_batch.walk import follow
+from onward.develop.over_batch.walk import follow, where_parted
 
 _PURPOSE = "at the size of a micro-batch", "Feed smaller batches"
 
@@ -150,6 +150,8 @@ def _told(recipe: Recipe, program: Program, data: tuple[Any, ...], how: Accumula
     whole, part = _both(recipe, program, whole, how)
     known = KnownOfWhole(whole, part, is_left=how.weight is not None or how.is_sum is not None)
     following = follow(whole, part, how.steps, how.split, known.can_have, in_turn=True)
+    if following is None and how.is_sum is None:
+        warnings.warn(_other_graph(whole, part), stacklevel=user_level())
     if following is None or part.signature is None:
         return how
     after, handed = known.after_the_loop(whole, part, following)
@@ -162,9 +164,8 @@ def _told(recipe: Recipe, program: Program, data: tuple[Any, ...], how: Accumula
         behind=frozenset(op.outputs[0].name for op in after),
         told=tuple((name, f) for name, f in told.items() if f.kind is not How.MEAN or not is_weighed),
     )
-    following = following.without_numbers(
-        known.counting(following).difference(map(producers(part).get, results))
-    )
+    whole_numbers = known.counting(following).difference(map(producers(part).get, results))
+    following = following.without_numbers(whole_numbers, known.values)
     if how.is_sum is None:
         _expect_apart(part, following, how.steps, is_weighed)
     if is_weighed:
@@ -196,6 +197,15 @@ def _both(recipe: Recipe, program: Program, whole: Program, how: Accumulation) -
         return at(rows)
 
 
+def _other_graph(whole: Program, part: Program) -> str:
+    return (
+        f"{part.name}: for the examples of a micro-batch the function builds another graph than for the whole "
+        f"batch{where_parted(whole, part)}, so that nothing is known of how the loss and the results of the "
+        "whole batch follow from theirs, and means are taken. Let it branch on no length of its data, and "
+        "slice by none (e[:8]). If it is meant so: is_sum=False, or True for a sum over examples."
+    )
+
+
 def _expect_apart(part: Program, following: Following, steps: int, weighed: bool) -> None:
     """Warn where what a micro-batch returns or carries on needs the examples of others.
 
@@ -219,11 +229,11 @@ def _expect_apart(part: Program, following: Following, steps: int, weighed: bool
             f"whole batch. Normalize every example by itself (layer_norm, group_norm). {meant}",
             stacklevel=user_level(),
         )
-    for v in following.repeating(told)[:1]:
+    for v in following.out_of_order(v for v in told if v not in part.constants)[:1]:
         warnings.warn(
-            f"{part.name}: the result {v.name!r} holds the examples several times, and each of {steps} "
-            "micro-batches lays its own beside each other: the order differs from that of the whole batch. "
-            "Return them once each, as a tuple in place of a concatenation.",
+            f"{part.name}: the result {v.name!r} holds the examples several times, or counts them from 0, and "
+            f"each of {steps} micro-batches lays its own beside each other: it differs from that of the whole "
+            "batch. Return examples once each, as a tuple in place of a concatenation, and count them outside.",
             stacklevel=user_level(),
         )
 
@@ -232,7 +242,7 @@ def _expect_merged(part: Program, following: Following, results: Iterable[Variab
     """Warn of results that cannot be put together from those of micro-batches."""
     for v in results:
         near = following.reaching(part, [v])
-        for op in [*near.bent, *near.numbers][:1]:
+        for op in [*near.bent, *near.counting(part)][:1]:
             warnings.warn(
                 f"{part.name}: the result {v.name!r} is neither a mean over examples nor a sum, the largest "
                 f"or the smallest: {op.type!r}{op.at} reads or gives a number of all examples, and every "

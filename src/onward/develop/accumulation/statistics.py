@@ -127,8 +127,8 @@ class KnownOfWhole:
         """
         told = following.reaching(part, part.outputs)
         needs = {(op, v): need for op, asked in told.needs.items() for v, need in asked.items()}
-        read = {v for op in self.counting(told) for v in op.outputs}
-        needs |= {(op, v): Need(How.SAME) for op in part.ops for v in op.inputs if v in read}
+        read = {v for op in self.counting(told) for v in op.outputs} | (told.constants.keys() & self.values)
+        needs |= {(op, v): Need(How.SAME) for op in part.ops if op.outputs for v in op.inputs if v in read}
         return tuple(
             StandIn(op.outputs[0].name, v.name, None if v in self.values else float(steps) ** need.power)
             for (op, v), need in needs.items()
@@ -156,7 +156,8 @@ def with_stand_ins(program: Program, given: tuple[StandIn, ...]) -> Program:
     Raises:
         RecipeError: it has no such op, for at another length the function builds another graph.
     """
-    places = {(op.outputs[0].name, v.name): (op, v) for op in program.ops for v in op.inputs}
+    makers = [op for op in program.ops if op.outputs]
+    places = {(op.outputs[0].name, v.name): (op, v) for op in makers for v in op.inputs}
     needs = defaultdict[Op, dict[Variable, float | None]](dict)
     for one in given:
         if (place := places.get((one.op, one.value))) is None:

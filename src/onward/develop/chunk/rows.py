@@ -155,11 +155,9 @@ def _ties(op: Op, found: Numbered) -> Iterator[tuple[Place, Place]]:
         return
     if row.update or row.work in (Work.WINDOW, Work.WINDOW_CHOICE, Work.WINDOW_SPREAD):
         return
-    along = call.params[row.along] if row.along else ()
-    reversed_axes = along if isinstance(along, tuple | list) else (along,)
     padded = [i for i, sides in enumerate(call.params.get("padding_config", ())) if any(sides)]
     for first, second in wiring(call).ties:
-        if first[1] not in padded and not (row.moves is Moves.PERMUTES and first[1] in reversed_axes):
+        if first[1] not in padded:
             yield first, second
     for place, (_, dimension) in _lookups(op, call, found):
         yield place, (1, dimension)

@@ -167,7 +167,7 @@ def _apart(part: Program, following: Following, v: Variable) -> str:
         return f"{op.type!r}{op.at} {why}"
     for op in near.normalizing:
         return f"{op.type!r}{op.at} reads a statistic of the examples"
-    for op in (*near.bent, *near.numbers):
+    for op in (*near.bent, *near.counting(part)):
         return f"{op.type!r}{op.at} reads or gives a number that counts the examples"
     if following.found[v].kind in (How.OWN, How.ROWS):
         maker = producers(part).get(v)

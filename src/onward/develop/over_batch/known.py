@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Any
 
 from onward.core.jaxprs.body import Body
 from onward.core.program import Op, Program, Variable
@@ -67,6 +68,7 @@ class Following:
         found: how the whole's values come from the part's.
         needs: for ops that are not linear in a statistic, what they have to read in place of it.
         numbers: ops with numbers in them that count examples, with the whole's.
+        constants: constants that count examples in a way of their own, with the whole's.
         mixing: ops in which examples see each other, and how.
         normalizing: ops that give the examples a statistic that the parts cannot have.
         bent: ops that are not linear in a statistic that the parts cannot have.
@@ -75,20 +77,21 @@ class Following:
     found: dict[Variable, Follows]
     needs: dict[Op, dict[Variable, Need]] = field(default_factory=dict)
     numbers: dict[Op, Body] = field(default_factory=dict)
+    constants: dict[Variable, Any] = field(default_factory=dict)
     mixing: list[tuple[Op, str]] = field(default_factory=list)
     normalizing: list[Op] = field(default_factory=list)
     bent: list[Op] = field(default_factory=list)
 
-    def repeating(self, variables: Iterable[Variable]) -> list[Variable]:
-        """Those that hold all examples several times: laid end to end, the parts' are in another order."""
-        found = ((v, self.found[v].layout) for v in variables)
-        return [v for v, layout in found if layout is not None and layout.blocks > 1]
+    def out_of_order(self, variables: Iterable[Variable]) -> list[Variable]:
+        """Those that are not the parts' laid end to end: they count examples, or hold all several times."""
+        found = ((v, self.found[v], self.found[v].layout) for v in variables)
+        return [v for v, f, layout in found if f.counts or (layout is not None and layout.blocks > 1)]
 
     def reaching(self, program: Program, targets: Iterable[Variable]) -> Following:
         """The same without what these Variables do not depend on."""
         needed = ancestors(program, list(targets))
-
-        return self._only(lambda op: not needed.isdisjoint(op.outputs))
+        constants = {v: value for v, value in self.constants.items() if v in needed}
+        return replace(self._only(lambda op: not needed.isdisjoint(op.outputs)), constants=constants)
 
     def without(self, ops: Container[Op]) -> Following:
         """The same where these ops are computed of the whole."""
@@ -104,9 +107,17 @@ class Following:
             bent=list(filter(kept, self.bent)),
         )
 
-    def without_numbers(self, ops: Container[Op]) -> Following:
-        """The same where these ops read nothing that counts the examples of a part."""
-        return replace(self, numbers={op: body for op, body in self.numbers.items() if op not in ops})
+    def without_numbers(self, ops: Container[Op], constants: Container[Variable]) -> Following:
+        """The same where these ops, and who reads these constants, know how many examples the whole has."""
+        return replace(
+            self,
+            numbers={op: body for op, body in self.numbers.items() if op not in ops},
+            constants={v: value for v, value in self.constants.items() if v not in constants},
+        )
+
+    def counting(self, program: Program) -> list[Op]:
+        """The ops that read numbers of the part in place of the whole's."""
+        return [op for op in program.ops if op in self.numbers or not self.constants.keys().isdisjoint(op.inputs)]
 
 
 class BatchWalk:

@@ -32,7 +32,7 @@ def is_sum(part: Program, following: Following, otherwise: str, meant: str = "is
     found = following.found[loss]
     is_added = found == Follows(How.MEAN, 1)
     near = following.reaching(part, [loss])
-    bent = [*near.bent, *near.numbers]  # parts read numbers that count the examples of their own
+    bent = [*near.bent, *near.counting(part)]  # parts read numbers that count the examples of their own
     if found.kind in (How.MOST, How.LEAST) or (found.power and not is_added):
         bent = [producers(part)[loss]]
     if bent:

@@ -33,15 +33,22 @@ class Operands:
 
     def _of_number(self, mine: Any, theirs: Any) -> Follows:
         """A number that counts examples is a power of their share, or is replaced by the whole's."""
-        counts = mine is not None and (
-            _is_inexact(mine) or not self.op.inputs
-        )  # others are places in an array
-        if theirs is None or not counts or np.array_equal(mine, theirs, equal_nan=_is_inexact(mine)):
+        if mine is None or theirs is None or np.array_equal(mine, theirs, equal_nan=_is_inexact(mine)):
             return SAME
-        power = power_between(mine, theirs, self.walk.parts) if _is_inexact(mine) else None
+        is_added = of(next(self.op.body.calls).primitive).linear is Linear.TOGETHER
+        if not _is_inexact(mine) and self._is_index(is_added):
+            return SAME
+        power = power_between(mine, theirs, self.walk.parts) if _is_inexact(mine) or is_added else None
         if power is None:
             self._take_numbers()
         return Follows(How.SAME, power or 0)
+
+    def _is_index(self, is_added: bool) -> bool:
+        """Whether an integer in the op is, or may be, of a place in an array, and no number of examples."""
+        found = [self.walk.result.found[v] for v in self.op.inputs]
+        is_elementwise = of(next(self.op.body.calls).primitive).is_elementwise
+        of_rows = any(f.counts or (is_added and f.kind is How.ROWS) for f in found)
+        return bool(found) and (of_rows or not is_elementwise)
 
     def _take_numbers(self) -> None:
         self.walk.result.numbers[self.op] = self.op.body.with_numbers_of(self.other.body)
@@ -57,7 +64,7 @@ class Operands:
             return self._kept(self.values[0][0])
         if linear is Linear.EACH:
             return self._product()
-        if of(call.primitive).divides:
+        if of(call.primitive).divides and _is_inexact(self.op.outputs[0]):
             return self._quotient()
         if linear is Linear.TOGETHER:
             chosen = (0,) if call.primitive == "select_n" else ()
@@ -96,6 +103,8 @@ class Operands:
         means = [i for i, (f, _) in enumerate(self.values) if f.kind is How.MEAN]
         if len(means) > 1:
             self._merge(means)
+        if not _is_inexact(self.op.outputs[0]):  # a sum over the parts makes up for one power alone
+            self.settle(*(i for i, (f, _) in enumerate(self.values) if f.kind is How.SAME))
         return replace(self._kind_of_all(), power=sum(f.power for f, _ in self.values))
 
     def _quotient(self) -> Follows:
@@ -108,11 +117,9 @@ class Operands:
         if self._has(How.ROWS):
             self._merge([i for i in places if self.values[i][0].kind is How.MEAN])
         powers = {self.values[i][0].power for i in places if not self._is_zero(i)}
-        if len(powers) > 1 and not _is_inexact(self.op.outputs[0]):
-            return Follows(How.ROWS) if self._has(How.ROWS) else OWN  # counts are merged as such
         if len(powers) > 1:
             for i in places:
-                self._scale(i)
+                self._exact(i)
             powers = {0}
         return replace(self._kind_of_all(), power=next(iter(powers), 0))
 
@@ -132,9 +139,14 @@ class Operands:
     def settle(self, *places: int) -> None:
         """Ask for exactly what the whole would read in these places."""
         for i in places:
-            if self.values[i][0].kind is How.MEAN:
-                self._merge([i])
-            self._scale(i)
+            self._exact(i, merged=True)
+
+    def _exact(self, place: int, merged: bool = False) -> None:
+        """Ask for a value times its power, of which an integer is merged as well, or it counts more often."""
+        follows, v = self.values[place]
+        if follows.kind is How.MEAN and (merged or not _is_inexact(v)):
+            self._merge([place])
+        self._scale(place)
 
     def _merge(self, places: Iterable[int]) -> None:
         for i in places:

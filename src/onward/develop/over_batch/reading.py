@@ -7,6 +7,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
+
 from onward.core.builder import Builder
 from onward.core.jaxprs.body import Body
 from onward.core.marks import SCALE
@@ -20,6 +23,7 @@ def reading(
     made: Callable[[Builder, Variable, Any], Variable],
     made_by: Pass,
     bodies: Mapping[Op, Body] | None = None,
+    constants: Mapping[Variable, Any] | None = None,
 ) -> Program:
     """The Program whose ops read what is made of these values, each made once.
 
@@ -29,6 +33,7 @@ def reading(
         made: adds the op that makes what is needed of a value.
         made_by: the pass of the ops that are added.
         bodies: what ops compute from now on, where that changes.
+        constants: the values that constants have from now on.
     """
     builder = Builder(program, made_by=made_by)
     for op in program.ops:
@@ -36,13 +41,14 @@ def reading(
         met = {v: builder.once((v, need), partial(made, builder, v, need)) for v, need in mine.items()}
         read = tuple(met.get(v, v) for v in op.inputs)
         builder.append(replace(op, inputs=read, body=(bodies or {}).get(op, op.body)))
-    return replace(program, ops=builder.ops)
+    return replace(program, ops=builder.ops, constants={**program.constants, **(constants or {})})
 
 
 def times(builder: Builder, v: Variable, factor: float) -> Variable:
     """A value times a number, as an op of the forward pass."""
 
     def multiply(x: Any) -> list[Any]:
-        return [(x * factor).astype(x.dtype)]
+        whole = jnp.issubdtype(x.dtype, np.integer) and float(factor).is_integer()
+        return [x * jnp.asarray(factor).astype(x.dtype) if whole else (x * factor).astype(x.dtype)]
 
     return builder.behind(v, SCALE, multiply, f"scaled({v.name})", made_by=Pass.FORWARD)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from math import prod
 from typing import Any
 
@@ -30,6 +31,7 @@ from onward.core.placement import equal_variables
 from onward.core.primitives.table import of
 from onward.core.primitives.traits import Exchanges, Reduces
 from onward.core.program import Op, Program, Variable
+from onward.develop.over_batch.apart import mixing
 from onward.develop.over_batch.known import (
     OWN,
     SAME,
@@ -97,6 +99,16 @@ def _aligned(whole: Program, part: Program) -> list[tuple[Op, Op | None]] | None
     return None if theirs else pairs
 
 
+def where_parted(whole: Program, part: Program) -> str:
+    """The op from which on the whole computes something else than the part, in words."""
+    pairs = zip_longest(whole.ops, part.ops)
+    for theirs, mine in pairs:
+        if theirs is None or mine is None or theirs.type != mine.type or not _alike(mine, theirs):
+            parted = theirs or mine
+            return f", from {parted.type!r}{parted.at} on"
+    return ""
+
+
 def _alike(op: Op, other: Op) -> bool:
     return _ranks(op.inputs) == _ranks(other.inputs) and _ranks(op.outputs) == _ranks(other.outputs)
 
@@ -142,12 +154,19 @@ class Follower(BatchWalk):
         return follower.followed()
 
     def _constant(self, v: Variable, mine: Any, theirs: Any) -> Follows:
-        if not np.shape(mine) and not np.shape(theirs):
-            return Follows(How.SAME, power_between(mine, theirs, self.parts) or 0)
         if np.shape(mine) == np.shape(theirs):
-            return SAME
+            return self._number(v, mine, theirs)
         counts = jnp.issubdtype(v.dtype, np.number) and np.unique(np.asarray(mine)).size > 1
-        return Follows(How.ROWS, counts=bool(counts))
+        return Follows(How.ROWS, counts=bool(counts or len(self.axes(v) or ()) > 1))
+
+    def _number(self, v: Variable, mine: Any, theirs: Any) -> Follows:
+        """How a constant follows that has as many numbers in the whole."""
+        if mine is theirs or v.is_key or np.array_equal(mine, theirs):
+            return SAME
+        power = power_between(mine, theirs, self.parts) if jnp.issubdtype(v.dtype, np.number) else None
+        if power is None:
+            self.result.constants[v] = theirs
+        return Follows(How.SAME, power or 0)
 
     def followed(self) -> Following:
         """The walk over all ops."""
@@ -183,10 +202,6 @@ class Follower(BatchWalk):
         given = Operands(self, op, other)
         if calls[0].inner and not of(calls[0].primitive).update:
             return within(self, self.inner, op, other, calls[0], given)
-        if self._finds_by_data(calls[0], given):
-            self.note(
-                op, "finds examples by numbers that stand in data, which count those of the whole batch"
-            )
         if of(calls[0].primitive).exchanges is Exchanges.SUM:
             return [
                 self._output(op, v, calls[0], given, f)
@@ -195,16 +210,6 @@ class Follower(BatchWalk):
         how = given.combined(calls[0])
         return [self._output(op, v, calls[0], given, how) for v in op.outputs]
 
-    def _finds_by_data(self, call: Call, given: Operands) -> bool:
-        """Whether examples are gathered by indices that do not count them, as the nodes of a graph are."""
-        if call.primitive != "gather":
-            return False
-        (source, _), (index, _) = given.values
-        if source.kind is not How.ROWS or source.layout is None:
-            return False
-        by_index = source.layout.axis in call.params["dimension_numbers"].start_index_map
-        return by_index and index.kind is How.ROWS and not index.counts
-
     def _power_of_merged(self, op: Op) -> int:
         """A sum over the parts is their number times the mean."""
         power = max((self.result.found[v].power for v in op.inputs), default=0)
@@ -212,14 +217,12 @@ class Follower(BatchWalk):
 
     def _output(self, op: Op, v: Variable, call: Call, given: Operands, how: Follows) -> Follows:
         axes = self.axes(v)
+        if axes is None or len(axes) > 1:
+            pairs = "makes an array of all pairs of examples"
+            self.note(op, pairs if axes else "takes some of the examples, or adds to them")
+            return OWN
         if how.kind is not How.ROWS:
             return self._without_rows(op, v, call, how, axes)
-        if axes is None:
-            self.note(op, "takes some of the examples, or adds to them")
-            return OWN
-        if len(axes) > 1:
-            self.note(op, "makes an array of all pairs of examples")
-            return OWN
         if axes:
             counts = given.counts_on(call, self)
             return replace(how, layout=self._layout(op, v, axes[0], call, given), counts=counts)
@@ -232,19 +235,17 @@ class Follower(BatchWalk):
         self.note(op, "takes some of the examples")
         return OWN
 
-    def _without_rows(self, op: Op, v: Variable, call: Call, how: Follows, axes: list[int] | None) -> Follows:
+    def _without_rows(self, op: Op, v: Variable, call: Call, how: Follows, axes: list[int]) -> Follows:
         if call.primitive == "broadcast_in_dim" and op.body.numbers[0] is not None:
             self.zeros.update([v] if not np.any(op.body.numbers[0]) else [])
         if axes:
             counts = call.primitive == "iota" and axes == [call.params["dimension"]]
             return replace(self.by_shape(v, OWN), power=how.power, counts=counts)
-        return OWN if axes is None else how
+        return how
 
     def _layout(self, op: Op, v: Variable, axis: int, call: Call, given: Operands) -> ExampleLayout | None:
-        if parameter := of(call.primitive).along:
-            along = call.params[parameter]
-            if axis in (along if isinstance(along, tuple) else (along,)):
-                self.note(op, "runs along the examples")
+        if why := mixing(call, [f for f, _ in given.values], self._rows_of(given), axis):
+            self.note(op, why)
         known = [(f.layout, w) for f, w in given.arrays if f.kind is How.ROWS and f.layout is not None]
         if not known:
             return None
@@ -252,12 +253,16 @@ class Follower(BatchWalk):
         if call.primitive == "reshape":
             return self._reshaped(op, first, source, v, axis)
         if call.primitive == "concatenate" and call.params["dimension"] == first.axis:
-            blocks = v.shape[axis] // (self.rows * first.each)
-            return replace(first, blocks=blocks) if len(known) == len(given.arrays) else None
+            return replace(first, blocks=v.shape[axis] // (self.rows * first.each))
         if call.primitive == "tile":
             return replace(first, blocks=first.blocks * call.params["reps"][axis])
         if call.primitive == "slice":
-            return self._sliced(op, first, call)
+            start, limit = (call.params[k][first.axis] for k in ("start_indices", "limit_indices"))
+            strides = call.params["strides"]
+            return self._cut(op, first, start, limit, strides[first.axis] if strides else 1)
+        if call.primitive == "split" and call.params["axis"] == first.axis:
+            limit = sum(call.params["sizes"][: op.outputs.index(v) + 1])
+            return self._cut(op, first, limit - v.shape[axis], limit, 1)
         alike = [layout for layout, w in known if w.shape[layout.axis] == v.shape[axis]]
         if len({(x.blocks, x.each) for x in alike}) > 1:
             self.note(op, "pairs examples that do not belong together")
@@ -275,11 +280,14 @@ class Follower(BatchWalk):
             return None
         return ExampleLayout(axis, blocks, each)
 
-    def _sliced(self, op: Op, layout: ExampleLayout, call: Call) -> ExampleLayout | None:
-        start, limit = (call.params[k][layout.axis] for k in ("start_indices", "limit_indices"))
-        strides = call.params["strides"]
+    def _rows_of(self, given: Operands) -> dict[int, int]:
+        """For each operand that has rows the axis along which they lie."""
+        found = {k: self.axes(w) for k, (f, w) in enumerate(given.values) if w and f.kind is How.ROWS}
+        return {k: axes[0] for k, axes in found.items() if axes}
+
+    def _cut(self, op: Op, layout: ExampleLayout, start: int, limit: int, stride: int) -> ExampleLayout | None:
         block = self.rows * layout.each
-        if (strides and strides[layout.axis] != 1) or start % block or limit % block:
+        if stride != 1 or start % block or limit % block:
             self.note(op, "takes some of the examples")
             return None
         return replace(layout, blocks=(limit - start) // block)

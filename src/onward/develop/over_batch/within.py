@@ -33,18 +33,23 @@ def within(walk: BatchWalk, inner: Inner, op: Op, other: Op, call: Call, given: 
     if found is not None:
         return [found[result_of(op.body, i)] for i in range(len(op.outputs))]
     given.settled()
-    if _ends_within(op.body, other.body):
-        walk.note(op, _SEE)
+    if inside.mixing or _ends_within(op.body, other.body):
+        walk.note(op, inside.mixing or _SEE)
     return [walk.by_shape(v, OWN) for v in op.outputs]
 
 
 class _BodyWalk:
-    """Walks over what one op runs."""
+    """Walks over what one op runs.
+
+    Attributes:
+        mixing: how examples see each other in it, if they do.
+    """
 
     def __init__(
         self, walk: BatchWalk, inner: Inner, op: Op, wholes: list[Program], parts: list[Program]
     ) -> None:
         self.walk, self.inner, self.op, self.wholes, self.parts = walk, inner, op, wholes, parts
+        self.mixing = ""
 
     def found(self, call: Call, given: Operands) -> list[Follows] | None:
         """How the outputs follow the whole's; None if it cannot be told."""
@@ -62,8 +67,11 @@ class _BodyWalk:
     def called(self, whole: Program, part: Program, values: Sequence[Follows]) -> list[Follows] | None:
         """The results of one run; None if it needs what the parts would have to merge first."""
         following = self.inner(whole, part, values)
-        if following is None or not _is_plain(following.reaching(part, part.outputs), part):
+        near = following and following.reaching(part, part.outputs)
+        if near is None or not _is_plain(near, part):
+            self.mixing = f"{near.mixing[0][1]} within" if near and near.mixing else self.mixing
             return None
+        assert following is not None
         return [following.found[v] for v in part.outputs]
 
     def cond(self, values: Sequence[Follows]) -> list[Follows] | None:
@@ -114,7 +122,8 @@ class _BodyWalk:
 def _is_plain(following: Following, part: Program) -> bool:
     """Whether all that a run gives is known without anything that would have to be merged in it."""
     known = all(following.found[v].kind is not How.OWN for v in part.outputs)
-    return known and not (following.needs or following.numbers or following.mixing or following.bent)
+    counts = following.numbers or following.constants
+    return known and not (following.needs or counts or following.mixing or following.bent)
 
 
 def _turn(follows: Follows) -> Follows:

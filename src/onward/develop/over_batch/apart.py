@@ -1,0 +1,54 @@
+"""Whether an equation keeps the examples apart: whether each of its result is computed of that one alone.
+
+The dimensions that an equation ties together tell (``core/wiring.py``). What only lays numbers out otherwise
+is told by its layout; what finds examples by index, by what the index is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from onward.core.jaxprs.body import Call
+from onward.core.primitives.table import of
+from onward.core.primitives.traits import Moves, Primitive
+from onward.core.wiring import wiring
+from onward.develop.over_batch.known import Follows
+
+_BY_LAYOUT = (Moves.RESHAPES, Moves.REPEATS, Moves.JOINS, Moves.CUTS)
+_CUTS = "takes some of the examples, or adds to them"
+
+
+def mixing(call: Call, values: list[Follows], rows: Mapping[int, int], axis: int) -> str:
+    """How an equation computes examples of others; empty if it does not, as far as anything is known of it.
+
+    Args:
+        call: the equation, whose first result has the examples along ``axis``.
+        values: how its operands follow the whole's.
+        rows: the axis of the examples of each operand that has them.
+        axis: that of the result.
+    """
+    row = of(call.primitive)
+    if row == Primitive(row.name) or (row.moves in _BY_LAYOUT and not row.update):
+        return ""
+    if "dimension_numbers" in call.params and (row.update or row.moves is Moves.LOOKS_UP):
+        return _finding(call, values[1], rows.get(0))
+    if row.update and call.operands[1].shape[axis] != call.results[0].shape[axis]:
+        return _CUTS
+    if any(call.params.get("padding_config", {axis: ()})[axis]):
+        return _CUTS
+    kept = {place for place, made in wiring(call).ties if made[0] >= len(call.operands)}
+    if call.params.get("feature_group_count", 1) > 1:  # examples as groups, each with a kernel of its own
+        numbers = call.params["dimension_numbers"]
+        kept |= {(0, numbers.lhs_spec[1]), (1, numbers.rhs_spec[0])} if axis == numbers.out_spec[1] else set()
+    if kept.issuperset(rows.items()):
+        return ""
+    return _CUTS if row.moves is Moves.CUTS_AT else "runs along the examples"
+
+
+def _finding(call: Call, index: Follows, axis: int | None) -> str:
+    """The same of a lookup or an update by index: one that counts the examples finds each its own."""
+    numbers = call.params["dimension_numbers"]
+    places = getattr(numbers, "start_index_map", None) or getattr(numbers, "scatter_dims_to_operand_dims", ())
+    if axis not in places or index.counts:
+        return ""
+    return "finds examples by numbers that stand in data, which count those of the whole batch"
