@@ -819,6 +819,45 @@ def test_results_that_cannot_be_put_together():
         refused(ow.RecipeError, "builds another graph", accumulate, branch, 4)
 
 
+def first_ones(w, x):
+    return jnp.mean((x @ w)[:8] ** 2), (x @ w)[:4]
+
+
+def by_length(w, x):
+    return jnp.mean((x @ w) ** 2 if len(x) > 8 else jnp.abs(x @ w))
+
+
+@pytest.mark.parametrize(("loss", "op"), [(first_ones, "slice"), (by_length, "integer_pow")])
+def test_a_function_that_is_another_one_for_a_micro_batch_is_warned_of(loss, op):
+    program = ow.SGD(RATE).minimize(loss, W, X, has_aux=loss is first_ones)
+    with pytest.warns(
+        UserWarning, match=f"another graph than for the whole batch, from '{op}' at .*means are"
+    ):
+        accumulate(program, 4)
+    accumulate(program, 4, is_sum=False)
+
+
+def test_a_function_that_takes_the_whole_batch_alone_says_where_it_was_traced_again():
+    program = ow.SGD(RATE).minimize(lambda w, x: jnp.mean((x @ w).reshape(16) ** 2), W, X)
+    words = r"traced for x of shape \(16, 3\), and again for \(4, 3\), that of a part of the batch"
+    refused(ow.TraceError, words, accumulate, program, 4)
+
+
+def test_what_is_printed_reads_the_statistic_of_the_whole_batch_or_its_own(capfd):
+    """An op without results is no place for a statistic."""
+
+    def loss(w, x, labels):
+        told = labels >= 0
+        jax.debug.print("{n} count", n=jnp.sum(told))
+        return jnp.sum(told * jnp.sum((x @ w) ** 2, 1)) / jnp.sum(told)
+
+    step = ow.compile(accumulate(ow.SGD(RATE).minimize(loss, np.ones((3, 3)), X[:ROWS], TOLD), 4))
+    _, out = step(step.init(np.ones((3, 3))), X[:ROWS], TOLD)
+    equal(out.loss, loss(np.ones((3, 3)), X[:ROWS], TOLD))
+    jax.effects_barrier()
+    assert "count" in capfd.readouterr().out
+
+
 def test_an_activation_of_the_loop_cannot_be_fetched():
     refused(
         ow.UnknownNameError,

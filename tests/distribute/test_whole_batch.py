@@ -269,6 +269,72 @@ SEES_OTHERS = {
     "turned": (lambda w, x: jnp.tanh(x.reshape(3, -1).T @ w).mean(), "moves numbers of one example"),
     "edges": (lambda w, x: jnp.tanh((x @ w)[x.argsort(1)[:, 0] * 2]).mean(), "finds examples by numbers"),
     "in a loop": (normalized_twice, "computes a statistic of the examples within"),
+    "spectrum": (lambda w, x: jnp.abs(jnp.fft.fft(x @ w, axis=0)).mean(), "runs along the examples"),
+    "smoothed": (
+        lambda w, x: jnp.convolve((x @ w)[:, 0], W[0, :2], mode="same").mean(),
+        "runs along the examples",
+    ),
+    "windows": (
+        lambda w, x: jax.lax.reduce_window(x @ w, 0.0, jax.lax.add, (3, 1), (1, 1), "SAME").std(),
+        "runs along the examples",
+    ),
+    "hardest half": (
+        lambda w, x: jax.lax.top_k(errors(w, x), len(x) // 2)[0].mean(),
+        "runs along the examples",
+    ),
+    "before it": (lambda w, x: (jnp.tri(len(x)) @ errors(w, x)).mean(), "makes an array of all pairs"),
+    "by a matrix": (lambda w, x: (np.tri(len(x)) @ errors(w, x)).mean(), "counts the examples"),
+    "a table of its own": (lambda w, x: errors(w, x) @ jnp.linspace(0, 1, len(x)), "some of the examples"),
+    "split": (lambda w, x: jnp.prod(jnp.stack(jnp.split(x @ w, 2)), 0).mean(), "some of the examp"),
+    "a half at a place": (
+        lambda w, x: jax.lax.dynamic_slice_in_dim(x @ w, 0, len(x) // 2).mean(),
+        "some of the examples",
+    ),
+    "shifted": (
+        lambda w, x: (x @ w * jax.lax.pad(x @ w, 0.0, ((1, -1, 0), (0, 0, 0)))).mean(),
+        "some of the examples",
+    ),
+    "some overwritten": (
+        lambda w, x: (jax.lax.dynamic_update_slice(x @ w, jnp.zeros((2, 3)), (0, 0)) ** 2).mean(),
+        "some of the examples",
+    ),
+    "one overwritten": (lambda w, x: ((x @ w).at[0].set(0) ** 2).mean(), "finds examples by"),
+    "added where data says": (
+        lambda w, x: (jnp.zeros(len(x)).at[jnp.argmax(x, 1)].add(errors(w, x)) ** 2).mean(),
+        "finds examples by",
+    ),
+    "along them, computed again": (
+        lambda w, x: jax.checkpoint(lambda h: jnp.tanh(jnp.cumsum(h, 0)))(x @ w).mean(),
+        "runs along the examples within",
+    ),
+}
+KEEPS_APART = {
+    "spectrum of each": lambda w, x: jnp.abs(jnp.fft.fft(x @ w, axis=1)).mean(),
+    "smoothed each": lambda w, x: jax.vmap(lambda h: jnp.convolve(h, W[0], mode="same"))(x @ w).mean(),
+    "by a kernel each": lambda w, x: jax.vmap(lambda h, x: jnp.convolve(h, x, mode="same"))(x @ w, x).mean(),
+    "windows of each": lambda w, x: jax.lax.reduce_window(
+        x @ w, 0.0, jax.lax.add, (1, 2), (1, 1), "SAME"
+    ).mean(),
+    "largest of each": lambda w, x: jax.lax.top_k(x @ w, 2)[0].mean(),
+    "sorted each": lambda w, x: (jnp.sort(x @ w, 1)[:, 0]).mean(),
+    "summed up each": lambda w, x: jnp.tanh(jnp.cumsum(x @ w, 1)).mean(),
+    "factors": lambda w, x: jnp.linalg.cholesky((x @ w)[:, :, None] * (x @ w)[:, None] + jnp.eye(3)).mean(),
+    "solved each": lambda w, x: jax.vmap(jnp.linalg.solve)(
+        (x @ w)[:, :, None] * x[:, None] + jnp.eye(3), x
+    ).mean(),
+    "one matrix for all": lambda w, x: jax.scipy.linalg.solve_triangular(
+        jnp.tril(w) + 9 * jnp.eye(3), x.T, lower=True
+    ).mean(),
+    "own label": lambda w, x: (x @ w)[jnp.arange(len(x)), jnp.argmax(x, 1)].mean(),
+    "without its own": lambda w, x: ((x @ w).at[jnp.arange(len(x)), jnp.argmax(x, 1)].set(0) ** 2).mean(),
+    "written into each": lambda w, x: jax.vmap(
+        lambda h, i: jax.lax.dynamic_update_slice(h, jnp.zeros(1), (i,)) ** 2
+    )(x @ w, jnp.argmax(x, 1)).mean(),
+    "padded each": lambda w, x: (jnp.pad(x @ w, ((0, 0), (1, 2))) ** 2).mean(),
+    "bits": lambda w, x: (x @ w).mean() * (jax.lax.bitcast_convert_type(x, jnp.int32) > 0).mean(),
+    "beside ones": lambda w, x: (
+        jnp.concatenate([x, jnp.ones((len(x), 1))], 1) @ jnp.ones((4, 3)) * (x @ w)
+    ).mean(),
 }
 
 
@@ -283,7 +349,7 @@ def test_examples_that_see_each_other_are_warned_of(name):
         ow.replicate(program, DEVICES, sync_batch_norm=False)
 
 
-@pytest.mark.parametrize("name", ["contrastive", "edges", "reversed"])
+@pytest.mark.parametrize("name", ["contrastive", "edges", "reversed", "spectrum", "split", "one overwritten"])
 def test_micro_batches_whose_examples_need_others_are_warned_of(name):
     loss, why = SEES_OTHERS[name]
     program = ow.SGD(0.1).minimize(loss, W, X)
@@ -292,6 +358,18 @@ def test_micro_batches_whose_examples_need_others_are_warned_of(name):
     ):
         ow.accumulate(program, 4)
     ow.accumulate(program, 4, is_sum=False)
+
+
+@pytest.mark.parametrize("name", KEEPS_APART)
+def test_examples_that_are_computed_apart(name):
+    """On devices and in micro-batches, without a warning."""
+    loss = KEEPS_APART[name]
+    program = ow.SGD(0.1).minimize(loss, W, X)
+    made = {"devices": ow.replicate(program, DEVICES), "micro-batches": ow.accumulate(program, DEVICES)}
+    value, gradient = jax.jit(jax.value_and_grad(loss))(W, X)
+    for found in stepped(made, X).values():
+        np.testing.assert_allclose(found[0], value, 2e-5)
+        np.testing.assert_allclose(found[1], gradient, 2e-4, 2e-4 * np.abs(gradient).max())
 
 
 def test_results_that_nobody_takes_are_not_warned_of():
@@ -311,6 +389,8 @@ ROWS_OF = {
     "stacked, flat": (lambda r: jnp.stack([r, 2 * r]).reshape(-1), "several times"),
     "reversed": (lambda r: r[::-1], "along the examples"),
     "summed up": (jnp.cumsum, "along the examples"),
+    "numbers": (lambda r: jnp.arange(len(r)), "counts them from 0"),
+    "beside zeros": (lambda r: jnp.concatenate([r, jnp.zeros(len(r))]), "several times"),
 }
 IN_ORDER = {
     "as they are": lambda r: r,
@@ -318,6 +398,10 @@ IN_ORDER = {
     "stacked behind": lambda r: jnp.stack([r, 2 * r], 1),
     "flat": lambda r: jnp.stack([r, 2 * r], 1).reshape(-1),
     "half of two": lambda r: jnp.concatenate([r, 2 * r])[: len(r)],
+    "ones": lambda r: jnp.ones((len(r), 2)),
+    "a table": lambda r: np.ones(len(r), "float32"),
+    "nothing of each": lambda r: r[:, None][:, :0],
+    "nothing": lambda r: jnp.zeros((len(r), 0)),
 }
 
 
@@ -538,3 +622,91 @@ def test_a_function_that_is_another_one_for_a_part_is_warned_of():
         step = ow.compile(ow.replicate(program, DEVICES))
     _, out = step(step.init(W), X)
     np.testing.assert_allclose(out.loss, np.mean(X @ W), 1e-5)
+
+
+# ---------------------------------------------------------------- numbers of the whole batch
+
+
+COUNTED = {
+    "shape": lambda e, y: jnp.array([len(e), 3]),
+    "third": lambda e, y: jnp.int32(len(e)) // 3,
+    "share": lambda e, y: 100 * jnp.sum(y > 0) // len(e),
+    "times": lambda e, y: jnp.sum(y > 0) * len(e),
+    "left": lambda e, y: len(e) - jnp.sum(y > 0),
+    "root of what is left": lambda e, y: jnp.sqrt(1.0 * (len(e) - 1 - jnp.sum(y > 0))),
+    "and one": lambda e, y: jnp.sum(y > 0) + 1,
+    "majority": lambda e, y: jnp.sum(y > 0) > len(e) // 2,
+    "at least half": lambda e, y: jnp.maximum(jnp.sum(y > 0), len(e) // 2),
+    "ones": lambda e, y: jnp.sum(jnp.ones(len(e), int)),
+    "few bits": lambda e, y: jnp.sum(jnp.full(len(e), 40, "uint8"), dtype="uint8"),
+    "a constant": lambda e, y: e.mean() * jnp.asarray(np.array([1.0, len(e) - 1, 3], "float32")),
+    "a constant of ones own": lambda e, y: np.array([len(e) / 2, 1], "float32"),
+    "half of the classes": lambda e, y: jnp.bincount(y, length=3) // 2,
+}
+
+
+@pytest.mark.parametrize("how", ["devices", "micro-batches", "both"])
+def test_numbers_that_count_the_whole_batch(how):
+    def loss(w, x, y, m):
+        e = errors(w, x)
+        return e.mean(), {name: made(e, y) for name, made in COUNTED.items()}
+
+    program = ow.SGD(0.1).minimize(loss, W, X, Y, MASK, has_aux=True)
+    made = {
+        "devices": lambda: ow.replicate(program, DEVICES),
+        "micro-batches": lambda: ow.accumulate(program, DEVICES),
+        "both": lambda: ow.accumulate(ow.replicate(program, 2), 2),
+    }
+    step = ow.compile(made[how]())
+    _, out = step(step.init(W), X, Y, MASK)
+    value, told = jax.jit(loss)(W, X, Y, MASK)
+    np.testing.assert_allclose(out.loss, value, 1e-5)
+    for name, x in told.items():
+        assert (out.aux[name].shape, out.aux[name].dtype) == (x.shape, x.dtype), name
+        np.testing.assert_allclose(out.aux[name], x, 1e-5, err_msg=name)
+
+
+# ---------------------------------------------------------------- random numbers
+
+
+def with_noise(w, x, key):
+    first, second = jax.random.split(key)
+    projection = jax.random.normal(first, (3, 3))
+    kept = jax.random.uniform(second, x.shape)
+    return jnp.mean((x * kept @ projection @ w) ** 2), {"kept": kept * x, "projection": projection}
+
+
+def of_each(w, x, key):
+    keys = jax.random.split(key, len(x))
+    kept = jax.vmap(lambda key: jax.random.uniform(key, (3,)))(keys)
+    return jnp.mean((x * kept @ w) ** 2), {"kept": kept * x}
+
+
+def computed_again(w, x, key):
+    kept = jax.checkpoint(lambda x: x * jax.random.uniform(key, x.shape))(x)
+    return jnp.mean((kept @ w) ** 2), {"kept": kept}
+
+
+@pytest.mark.parametrize("how", ["devices", "micro-batches", "both", "both, devices last"])
+@pytest.mark.parametrize("loss", [with_noise, of_each, computed_again])
+def test_examples_draw_numbers_of_their_own_and_the_network_those_of_all(loss, how):
+    x, key = np.ones((ROWS, 3), "float32"), jax.random.key(3)
+    program = ow.SGD(0.1).minimize(loss, W, x, key, has_aux=True)
+    made = {
+        "devices": lambda: ow.replicate(program, DEVICES),
+        "micro-batches": lambda: ow.accumulate(program, DEVICES),
+        "both": lambda: ow.accumulate(ow.replicate(program, 2), 2),
+        "both, devices last": lambda: ow.replicate(ow.accumulate(program, 2), 2),
+    }
+    step = ow.compile(made[how]())
+    state, out = step(step.init(W), x, key)
+    kept = np.asarray(out.aux["kept"])
+    assert len({part.tobytes() for part in kept.reshape(DEVICES, -1)}) == DEVICES
+    projection = with_noise(W, x, key)[1]["projection"] if loss is with_noise else np.eye(3)
+    np.testing.assert_allclose(out.aux.get("projection", np.eye(3)), projection, 1e-6)
+
+    def with_these(w):
+        return jnp.mean((kept @ projection @ w) ** 2)
+
+    np.testing.assert_allclose(out.loss, with_these(W), 1e-5)
+    np.testing.assert_allclose(state.parameters, W - 0.1 * jax.grad(with_these)(W), 1e-4, 1e-5)

@@ -164,7 +164,11 @@ class _TracedFunction:
         count = len(self.data)
         specified = tuple(s.retyped(specify(d, s.name)) for d, s in zip(data[:count], self.data, strict=True))
         feed = dict(zip(self.feed, data[count:], strict=True))
-        return replace(self, data=specified, feed=feed, batch_size=None).program()
+        again = replace(self, data=specified, feed=feed, batch_size=None)
+        try:
+            return again.program()
+        except TraceError as error:
+            raise TraceError(f"{error}{_traced_again(self.data, specified)}") from error.__cause__
 
     def for_test(self) -> Program:
         """The forward Program as it is when nothing is trained."""
@@ -380,3 +384,16 @@ def _explained(error: Exception, name: str) -> TraceError:
     else:
         advice = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
     return TraceError(f"{name} cannot be traced. At {where}: {advice}")
+
+
+def _traced_again(first: Sequence[Specification], now: Sequence[Specification]) -> str:
+    """In words, that a function which was traced before is now given arrays of other types."""
+    for before, other in zip(first, now, strict=True):
+        for old, new in zip(before.arrays, other.arrays, strict=False):
+            if old.type.shape != new.type.shape:
+                return (
+                    f" It was traced for {before.name} of shape {old.type.shape}, and again for "
+                    f"{new.type.shape}, that of a part of the batch or of another batch: let it take any "
+                    "number of examples."
+                )
+    return ""

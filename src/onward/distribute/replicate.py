@@ -37,6 +37,7 @@ from onward.derive.update.foreign import append_foreign_update
 from onward.derive.update.update import append_update
 from onward.develop.accumulation.accumulate import accumulation_of, expect_devices
 from onward.develop.batch import WEIGHT, batch_names, data_types
+from onward.develop.over_batch.own_keys import folded
 from onward.distribute.merge import Average, Devices, Merge, Sum
 from onward.distribute.share import Share, weighed_by
 from onward.distribute.whole_batch import of_whole_batch
@@ -205,14 +206,15 @@ def _forward(
     local = opened(local)
     placed = {v: replace(v, placement=Placement.SHARDED) for v in local.inputs if v.name in split}
     local = substitute(local, placed)
+    drawn = None
     if rows and devices.size > 1:
 
         def trace(rows: int) -> Program:
             with along(None):
                 return opened(recipe.origin.trace(data_types(program, split, rows)))
 
-        local = of_whole_batch(trace, local, rows, split, replicas, merge.is_sum)
-    own = _with_own_keys(local, devices)
+        local, drawn = of_whole_batch(trace, local, rows, split, replicas, merge.is_sum)
+    own = _with_own_keys(local, devices, drawn)
     if weight is None:
         return check(_with_merged_state(own, devices)), None
     return check(_with_merged_state(own, devices)), Share(own, own[weight], devices)
@@ -233,16 +235,17 @@ def _expect_alike(program: Program) -> None:
     )
 
 
-def _with_own_keys(program: Program, devices: Devices) -> Program:
+def _with_own_keys(program: Program, devices: Devices, drawn: set[Variable] | None) -> Program:
     """Random numbers differ from device to device: what draws is given a key of its device's own.
 
-    Keys that came with the examples of a device are its own already.
+    Keys that came with the examples of a device are its own already. ``drawn`` is what is drawn for each
+    example, if it is known; nothing else differs.
     """
     builder = Builder(program, made_by=Pass.COLLECTIVE)
     equal = {v for v in equal_variables(program) if v.is_key}
 
     def own(op: Op) -> Op:
-        if all(v.is_key for v in op.outputs):
+        if all(v.is_key for v in op.outputs) or (drawn is not None and drawn.isdisjoint(op.outputs)):
             return op
         keys = {v: builder.once(v, partial(_own_key, builder, v, devices)) for v in op.inputs if v in equal}
         return replace(op, inputs=tuple(keys.get(v, v) for v in op.inputs)) if keys else op
@@ -253,11 +256,7 @@ def _with_own_keys(program: Program, devices: Devices) -> Program:
 
 
 def _own_key(builder: Builder, key: Variable, devices: Devices) -> Variable:
-    def own(keys: Any) -> list[Any]:
-        each = jax.vmap(lambda k: jax.random.fold_in(k, devices.index))(keys.ravel())
-        return [each.reshape(keys.shape)]
-
-    return builder.behind(key, OWN_KEY, own, f"own({key.name})")
+    return builder.behind(key, OWN_KEY, lambda keys: folded(keys, devices.index), f"own({key.name})")
 
 
 def _with_merged_state(program: Program, devices: Devices) -> Program:

@@ -32,8 +32,10 @@ def of_whole_batch(
     split: Collection[str],
     replicas: Replicas,
     is_sum: bool,
-) -> Program:
+) -> tuple[Program, set[Variable] | None]:
     """The forward Program of one device that computes its share of what the whole batch gives.
+
+    With it what is drawn at random for each example; None where nothing is known of that.
 
     Args:
         trace: the function's forward Program for so many examples on one device.
@@ -57,7 +59,7 @@ def of_whole_batch(
     if following is None:
         if replicas.syncs and not (rows == 1 and _is_additive(trace, split, devices.size)):
             warnings.warn(_other_graph(whole, local), stacklevel=user_level())
-        return local
+        return local, None
     told = following.reaching(local, [*local.outputs, *local.next_state.values()])
     if told.mixing and replicas.syncs:
         warnings.warn(_said(local, *told.mixing[0], devices.size), stacklevel=user_level())
@@ -69,7 +71,8 @@ def of_whole_batch(
             "examples first, and count them outside.",
             stacklevel=user_level(),
         )
-    return _scaled(_with_statistics(local, following, devices), following, devices, is_sum)
+    made = _scaled(_with_statistics(local, following, devices), following, devices, is_sum)
+    return made, following.drawn
 
 
 def _out_of_order(whole: Program, local: Program, following: Following) -> list[Variable]:
@@ -163,8 +166,9 @@ def _scaled(program: Program, following: Following, devices: Devices, is_sum: bo
 def _other_graph(whole: Program, local: Program) -> str:
     return (
         f"{local.name}: for the examples of one device the function builds another graph than for the whole "
-        f"batch{where_parted(whole, local)}, so the devices may not compute together what one would. Let it branch on no length "
-        "of its data; or, if every device's own graph is meant: replicate(..., sync_batch_norm=False)."
+        f"batch{where_parted(whole, local)}, so the devices may not compute together what one would. Let it "
+        "branch on no length of its data; or, if every device's own graph is meant: "
+        "replicate(..., sync_batch_norm=False)."
     )
 
 

@@ -54,6 +54,7 @@ class StageExecutables:
         whole: for each stage how a value lies that all of its devices have.
         home: how each state Variable lies, by name.
         split: the data that is cut into micro-batches.
+        given: what each micro-batch is given of its own.
         parts: of each stage and work.
         statistics: what micro-batches read of the whole batch, if anything.
         once: for some stages, what they make of their state once a step.
@@ -72,6 +73,7 @@ class StageExecutables:
         self.home = {v.name: self.whole[pipeline.homes[v]] for v in self.program.state}
         loop = pipeline.loop
         self.split = [v for v in loop.turn.inputs if v.name in loop.how.split]
+        self.given = [*self.split, *loop.numbers]
         self.results = {r.whole: r for r in pipeline.results}
         self._readers = {v: [*dict.fromkeys(of for of, _ in works)] for v, works in pipeline.readers.items()}
         self.last = {
@@ -190,11 +192,12 @@ class StageExecutables:
                 handed.append(found[len(following) :])
             weights = [x for x, v in zip(batch, self.split, strict=True) if v.name == loop.how.weight]
             scales = self._scales(weights) if weights else [None] * count
-            return [[x[i] for x in pieces] for i in range(count)], handed, state, scales
+            numbers = [jnp.arange(count, dtype=v.dtype) for v in loop.numbers]
+            return [[x[i] for x in (*pieces, *numbers)] for i in range(count)], handed, state, scales
 
         batch = [self.program[v.name].aval for v in self.split]
         outs = (
-            [[self.lies(v, 0) for v in self.split]] * count,
+            [[self.lies(v, 0) for v in self.given]] * count,
             [[self.lies(v, 0) for v in ahead.outputs]] * count,
             *[self.whole[0]] * 2,
         )

@@ -22,7 +22,7 @@ from onward.core.structure import expect_count, expect_flag, is_word
 from onward.core.walk import Where, producers, select
 from onward.core.words import Placement
 from onward.develop.accumulation.micro_batches import Accumulation, with_loop
-from onward.develop.accumulation.statistics import KnownOfWhole, OfMicroBatch
+from onward.develop.accumulation.statistics import KnownOfWhole, OfMicroBatch, own_keys
 from onward.develop.batch import WEIGHT, batch_names, data_types
 from onward.develop.over_batch.known import Following, How
 from onward.develop.over_batch.loss import is_sum as is_sum_of
@@ -160,7 +160,7 @@ def _told(recipe: Recipe, program: Program, data: tuple[Any, ...], how: Accumula
     told = {v.name: following.found[v] for v in (*results, *handed)}
     how = replace(
         how,
-        stand_ins=known.stand_ins(part, following, how.steps),
+        stand_ins=(*known.stand_ins(part, following, how.steps), *own_keys(part, following, how.split)),
         behind=frozenset(op.outputs[0].name for op in after),
         told=tuple((name, f) for name, f in told.items() if f.kind is not How.MEAN or not is_weighed),
     )
@@ -199,10 +199,11 @@ def _both(recipe: Recipe, program: Program, whole: Program, how: Accumulation) -
 
 def _other_graph(whole: Program, part: Program) -> str:
     return (
-        f"{part.name}: for the examples of a micro-batch the function builds another graph than for the whole "
-        f"batch{where_parted(whole, part)}, so that nothing is known of how the loss and the results of the "
-        "whole batch follow from theirs, and means are taken. Let it branch on no length of its data, and "
-        "slice by none (e[:8]). If it is meant so: is_sum=False, or True for a sum over examples."
+        f"{part.name}: for the examples of a micro-batch the function builds another graph than for the "
+        f"whole batch{where_parted(whole, part)}, so that nothing is known of how the loss and the results "
+        "of the whole batch follow from theirs, and means are taken. Let it branch on no length of its data, "
+        "and cut none off at a number of its own (e[:8]). If it is meant so: is_sum=False, or True for a sum "
+        "over examples."
     )
 
 
@@ -231,9 +232,10 @@ def _expect_apart(part: Program, following: Following, steps: int, weighed: bool
         )
     for v in following.out_of_order(v for v in told if v not in part.constants)[:1]:
         warnings.warn(
-            f"{part.name}: the result {v.name!r} holds the examples several times, or counts them from 0, and "
-            f"each of {steps} micro-batches lays its own beside each other: it differs from that of the whole "
-            "batch. Return examples once each, as a tuple in place of a concatenation, and count them outside.",
+            f"{part.name}: the result {v.name!r} holds the examples several times, or counts them from 0, "
+            f"and each of {steps} micro-batches lays its own beside each other: it differs from that of the "
+            "whole batch. Return examples once each, as a tuple in place of a concatenation, and count them "
+            "outside.",
             stacklevel=user_level(),
         )
 

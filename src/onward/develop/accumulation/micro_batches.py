@@ -28,7 +28,7 @@ from onward.core.names import Names
 from onward.core.program import Op, Program, Variable, programs_within
 from onward.core.words import Pass, Placement
 from onward.develop.accumulation.loop_ops import LoopCut, expect_no_data_in_updates, expect_same_graph
-from onward.develop.accumulation.statistics import StandIn
+from onward.develop.accumulation.statistics import StandIn, numbers_of
 from onward.develop.over_batch.known import Follows, How
 
 Values = Mapping[Variable, Any]
@@ -150,6 +150,8 @@ class LoopResult:
         """The array of the whole batch from ``[steps, ...]``, without the padding."""
         if self.extreme is not None:
             return jnp.min(parts, 0) if self.extreme is How.LEAST else jnp.max(parts, 0)
+        if not self.whole.size:
+            return jnp.zeros(self.whole.shape, self.whole.dtype)
         assert self.axis is not None
         laid = jnp.moveaxis(parts, 0, self.axis)
         shape = (*self.part.shape[: self.axis], -1, *self.part.shape[self.axis + 1 :])
@@ -173,6 +175,7 @@ class LoopPlan:
         told = whole.told_of(dict(how.told))
         self.added = {v for v, follows in told.items() if follows == Follows(How.MEAN, 1)}
         self.extremes = {v: follows.kind for v, follows in told.items() if _is_extreme(v, follows)}
+        self.numbers = numbers_of(part.loop)
         names = Names(whole.program.variables)
         self.threaded = tuple(self._thread(old, new, names) for old, new in part.threaded.items())
         found: dict[Variable, LoopResult] = {}
@@ -222,8 +225,10 @@ class LoopPlan:
         if not fits or not (grown or jnp.issubdtype(whole.dtype, np.number)):
             raise GraphError(
                 f"{self.whole.program.name}: {whole.name!r} is {whole.type} for the batch and {part.type} "
-                "for a micro-batch, and nothing says how to put it together. Return and carry floats, which "
-                "are averaged, integers, which are summed, or arrays with one axis as long as the batch."
+                "for a micro-batch, and nothing says how to put it together, for it "
+                f"{'is not a number' if fits else 'grows in another way than the batch'}. Return and carry "
+                "floats, which are averaged, integers, which are summed, or arrays with one axis as long as "
+                "the batch."
             )
         of_loss = whole in self.whole.late or whole in self.of_loss
         is_mean = not (self.how.is_sum and of_loss) and whole not in self.added
@@ -240,9 +245,13 @@ class LoopPlan:
             replace(
                 micro,
                 name="micro_batch",
-                inputs=(*(v for v in micro.inputs if v in read or v.name == self.how.weight), *fed),
+                inputs=(
+                    *(v for v in micro.inputs if v in read or v.name == self.how.weight),
+                    *fed,
+                    *self.numbers,
+                ),
                 state=tuple(v for v in micro.state if v in read),
-                constants={v: value for v, value in micro.constants.items() if v in read},
+                constants={v: x for v, x in micro.constants.items() if v in read and v not in self.numbers},
                 ops=cut.loop,
                 outputs=results,
                 next_state={old: new for old, new, _ in self.threaded},
@@ -259,7 +268,8 @@ class LoopPlan:
         """The one op."""
         turn, program = self.turn, self.whole.program
         given = {v.name: v for v in (*program.inputs, *program.state)}
-        inputs = {v: self.before.get(v) or given[v.name] for v in (*turn.inputs, *turn.state)}
+        read = [v for v in (*turn.inputs, *turn.state) if v not in self.numbers]
+        inputs = {v: self.before.get(v) or given[v.name] for v in read}
         position = {v: i for i, v in enumerate(v for op in program.ops for v in op.outputs)}
         outputs = [*(new for *_, new in self.threaded), *(r.whole for r in (*self.sums, *self.joined))]
         outputs.sort(key=lambda v: position.get(v, len(position)))
@@ -280,9 +290,11 @@ class LoopPlan:
         pieces = [self.pieces(env[v], v) for v in cut]
         weights = [x for v, x in zip(cut, pieces, strict=True) if v.name == self.how.weight]
         scales = self.scales(*weights) if weights else None
+        pieces += [jnp.arange(self.how.steps, dtype=v.dtype) for v in self.numbers]
 
         def body(carry: Any, given: Any) -> tuple[Any, list[Any]]:
-            mine = dict(zip((*(old for old, *_ in self.threaded), *cut), (*carry[0], *given[0]), strict=True))
+            own = (*(old for old, *_ in self.threaded), *cut, *self.numbers)
+            mine = dict(zip(own, (*carry[0], *given[0]), strict=True))
             state, added, parts = self._one({**env, **mine}, given[1])
             sums = [total + x.astype(total.dtype) for total, x in zip(carry[1], added, strict=True)]
             return (state, sums), parts

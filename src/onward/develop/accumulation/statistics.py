@@ -8,20 +8,24 @@ times as small for a micro-batch as there are of them, is scaled.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from onward.core.builder import Builder
 from onward.core.errors import RecipeError
 from onward.core.graph import Origin
-from onward.core.marks import OF_WHOLE_BATCH
+from onward.core.marks import OF_WHOLE_BATCH, OWN_KEY
+from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import ancestors
-from onward.core.words import Pass
+from onward.core.words import Kind, Pass
 from onward.develop.over_batch.known import Following, Follows, How, Need
+from onward.develop.over_batch.own_keys import folded, in_common
 from onward.develop.over_batch.reading import reading, times
 
 
@@ -32,7 +36,8 @@ class StandIn:
     Attributes:
         op: the name of the op's first result.
         value: the name of the value.
-        factor: what is read, over the value of the micro-batch; None for the value of the whole batch.
+        factor: what is read, over the value of the micro-batch; None for the value of the whole batch, and of
+            a random key for the micro-batch's own.
     """
 
     op: str
@@ -135,6 +140,13 @@ class KnownOfWhole:
         )
 
 
+def own_keys(part: Program, following: Following, split: Iterable[str]) -> tuple[StandIn, ...]:
+    """Keys of their own for what micro-batches draw for their examples from a key that all of them have."""
+    keys = in_common(part, {*part.next_state, *(v for v in part.inputs if v.name in set(split))})
+    drawing = [op for op in part.ops if not following.drawn.isdisjoint(op.outputs)]
+    return tuple(StandIn(op.outputs[0].name, v.name, None) for op in drawing for v in op.inputs if v in keys)
+
+
 @dataclass(frozen=True)
 class OfMicroBatch:
     """A traced function whose ops read what they have to: an origin, as the one it stands for."""
@@ -163,14 +175,24 @@ def with_stand_ins(program: Program, given: tuple[StandIn, ...]) -> Program:
         if (place := places.get((one.op, one.value))) is None:
             raise RecipeError(
                 f"{program.name}: for this number of examples the function builds another graph than for "
-                f"others, without the op that makes {one.op!r}, which reads a statistic of the whole batch. "
-                "Let it branch on no length of its data, or feed more examples."
+                f"others, without the op that makes {one.op!r} and reads something for the whole batch, a "
+                "statistic or a random key. Let it branch on no length of its data, or feed more examples."
             )
         needs[place[0]][place[1]] = one.factor
-    return reading(program, needs, _read, Pass.FORWARD)
+    number = Variable(Names(program.variables).new("micro_batch"), (), np.dtype(np.int32), Kind.CONSTANT)
 
-
-def _read(builder: Builder, v: Variable, factor: float | None) -> Variable:
-    if factor is None:
+    def read(builder: Builder, v: Variable, factor: float | None) -> Variable:
+        if factor is not None:
+            return times(builder, v, factor)
+        if v.is_key:
+            return builder.add(OWN_KEY, [v, number], [f"own({v.name})"], folded)[0]
         return builder.behind(v, OF_WHOLE_BATCH, lambda x: [jnp.copy(x)])
-    return times(builder, v, factor)
+
+    has_keys = any(v.is_key for asked in needs.values() for v in asked)
+    numbers = {number: np.int32(0)} if has_keys else None  # the loop counts
+    return reading(program, needs, read, Pass.FORWARD, constants=numbers)
+
+
+def numbers_of(ops: Iterable[Op]) -> tuple[Variable, ...]:
+    """The Variable that holds the number of a micro-batch in these ops, if one of them reads it."""
+    return tuple({op.inputs[1] for op in ops if op.type is OWN_KEY and len(op.inputs) > 1})

@@ -32,7 +32,7 @@ def mixing(call: Call, values: list[Follows], rows: Mapping[int, int], axis: int
         return ""
     if "dimension_numbers" in call.params and (row.update or row.moves is Moves.LOOKS_UP):
         return _finding(call, values[1], rows.get(0))
-    if row.update and call.operands[1].shape[axis] != call.results[0].shape[axis]:
+    if row.update and rows.get(1) != axis:
         return _CUTS
     if any(call.params.get("padding_config", {axis: ()})[axis]):
         return _CUTS
@@ -48,7 +48,7 @@ def mixing(call: Call, values: list[Follows], rows: Mapping[int, int], axis: int
 def _finding(call: Call, index: Follows, axis: int | None) -> str:
     """The same of a lookup or an update by index: one that counts the examples finds each its own."""
     numbers = call.params["dimension_numbers"]
-    places = getattr(numbers, "start_index_map", None) or getattr(numbers, "scatter_dims_to_operand_dims", ())
-    if axis not in places or index.counts:
+    at = "start_index_map" if call.primitive == "gather" else "scatter_dims_to_operand_dims"
+    if axis not in getattr(numbers, at) or index.counts:
         return ""
     return "finds examples by numbers that stand in data, which count those of the whole batch"

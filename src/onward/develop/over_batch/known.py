@@ -72,6 +72,7 @@ class Following:
         mixing: ops in which examples see each other, and how.
         normalizing: ops that give the examples a statistic that the parts cannot have.
         bent: ops that are not linear in a statistic that the parts cannot have.
+        drawn: what is made of a random key for each example, by ops that read the key.
     """
 
     found: dict[Variable, Follows]
@@ -81,6 +82,7 @@ class Following:
     mixing: list[tuple[Op, str]] = field(default_factory=list)
     normalizing: list[Op] = field(default_factory=list)
     bent: list[Op] = field(default_factory=list)
+    drawn: set[Variable] = field(default_factory=set)
 
     def out_of_order(self, variables: Iterable[Variable]) -> list[Variable]:
         """Those that are not the parts' laid end to end: they count examples, or hold all several times."""
@@ -117,7 +119,9 @@ class Following:
 
     def counting(self, program: Program) -> list[Op]:
         """The ops that read numbers of the part in place of the whole's."""
-        return [op for op in program.ops if op in self.numbers or not self.constants.keys().isdisjoint(op.inputs)]
+        return [
+            op for op in program.ops if op in self.numbers or not self.constants.keys().isdisjoint(op.inputs)
+        ]
 
 
 class BatchWalk:

@@ -101,8 +101,9 @@ class Operands:
 
     def _product(self) -> Follows:
         means = [i for i, (f, _) in enumerate(self.values) if f.kind is How.MEAN]
-        if len(means) > 1:
-            self._merge(means)
+        if len(means) > 1:  # the mean of one times the others, exact, is that of the whole
+            left = next((i for i in means if not self._can_have(i)), None)
+            self._merge([i for i in means if i != left])
         if not _is_inexact(self.op.outputs[0]):  # a sum over the parts makes up for one power alone
             self.settle(*(i for i, (f, _) in enumerate(self.values) if f.kind is How.SAME))
         return replace(self._kind_of_all(), power=sum(f.power for f, _ in self.values))
@@ -154,8 +155,7 @@ class Operands:
             assert v is not None
             reaches = self.op in self.walk.reaching
             summed = follows.kind is How.MEAN
-            can_have = self.walk.can_have(v, Need(follows.kind), reaches)
-            if can_have and (_is_inexact(v) or not summed or follows.power == 1):
+            if self._can_have(i) and (_is_inexact(v) or not summed or follows.power == 1):
                 self._need(v, merged=follows.kind)
                 self.values[i] = replace(follows, kind=How.SAME), v
                 if summed and (self.walk.in_turn or not _is_inexact(v)):
@@ -166,6 +166,11 @@ class Operands:
             else:
                 self.walk.result.bent.append(self.op)
                 self.values[i] = OWN, v
+
+    def _can_have(self, place: int) -> bool:
+        follows, v = self.values[place]
+        assert v is not None
+        return self.walk.can_have(v, Need(follows.kind), self.op in self.walk.reaching)
 
     def _scale(self, place: int) -> None:
         follows, v = self.values[place]

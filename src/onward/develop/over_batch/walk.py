@@ -44,6 +44,7 @@ from onward.develop.over_batch.known import (
     Need,
 )
 from onward.develop.over_batch.operands import Operands, power_between
+from onward.develop.over_batch.own_keys import draws_for_examples
 from onward.develop.over_batch.within import within
 
 _EXTREMES = {Reduces.LARGEST: How.MOST, Reduces.SMALLEST: How.LEAST}
@@ -196,6 +197,8 @@ class Follower(BatchWalk):
         if is_merged or other is None:
             power = self._power_of_merged(op)
             return [Follows(How.SAME, power) if v in self.equal else OWN for v in op.outputs]
+        if draws_for_examples(op, other):
+            self.result.drawn.update(op.outputs)
         calls = list(op.body.calls)
         if len(calls) != 1:
             return [self.by_shape(v, OWN) for v in op.outputs]
@@ -285,7 +288,9 @@ class Follower(BatchWalk):
         found = {k: self.axes(w) for k, (f, w) in enumerate(given.values) if w and f.kind is How.ROWS}
         return {k: axes[0] for k, axes in found.items() if axes}
 
-    def _cut(self, op: Op, layout: ExampleLayout, start: int, limit: int, stride: int) -> ExampleLayout | None:
+    def _cut(
+        self, op: Op, layout: ExampleLayout, start: int, limit: int, stride: int
+    ) -> ExampleLayout | None:
         block = self.rows * layout.each
         if stride != 1 or start % block or limit % block:
             self.note(op, "takes some of the examples")

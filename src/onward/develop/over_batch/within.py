@@ -153,18 +153,20 @@ def _joined(before: Follows, after: Follows) -> Follows | None:
 def _ends_within(mine: Body, theirs: Body) -> bool:
     """Whether an equation somewhere in it reads what is longer in the whole, and gives what is not."""
     return any(
-        _shapes(a.operands) != _shapes(b.operands) and _shapes(a.results) == _shapes(b.results)
-        for a, b in zip(_calls_in(mine), _calls_in(theirs), strict=False)
+        shapes(a.operands) != shapes(b.operands) and shapes(a.results) == shapes(b.results)
+        for a, b in zip(calls_in(mine), calls_in(theirs), strict=False)
     )
 
 
-def _shapes(types: Sequence[object]) -> list[object]:
+def shapes(types: Sequence[object]) -> list[object]:
+    """The shapes of these types."""
     return [getattr(t, "shape", ()) for t in types]
 
 
-def _calls_in(body: Body) -> Iterator[Call]:
+def calls_in(body: Body) -> Iterator[Call]:
+    """The equations of a Body, however deep."""
     for call in body.calls:
         yield call
         for bodies in call.inner.values():
             for inner in bodies:
-                yield from _calls_in(inner)
+                yield from calls_in(inner)

@@ -1,0 +1,40 @@
+"""Random keys of a part's own, so that parts of a batch do not draw the same numbers for their examples.
+
+What is drawn for no example in particular, such as a random projection, is the same in every part, as it is
+for the whole batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from onward.core.primitives.table import of
+from onward.core.program import Op, Program, Variable
+from onward.develop.over_batch.within import calls_in, shapes
+
+
+def draws_for_examples(op: Op, whole: Op) -> bool:
+    """Whether an op of a part draws fewer numbers from a key than the same op of the whole batch."""
+    if not any(v.is_key for v in op.inputs):
+        return False
+    pairs = zip(calls_in(op.body), calls_in(whole.body), strict=False)
+    return any(
+        of(mine.primitive).draws and shapes(mine.results) != shapes(theirs.results) for mine, theirs in pairs
+    )
+
+
+def folded(keys: Any, number: Any) -> list[Any]:
+    """The keys of the part of this number."""
+    return [jax.vmap(lambda key: jax.random.fold_in(key, number))(keys.ravel()).reshape(keys.shape)]
+
+
+def in_common(program: Program, apart: set[Variable]) -> set[Variable]:
+    """The keys that all parts have, where these Variables differ from part to part."""
+    differing = set(apart)
+    for op in program.ops:
+        if not differing.isdisjoint(op.inputs):
+            differing.update(op.outputs)
+    keys = {v for op in program.ops for v in op.inputs if v.is_key}
+    return keys - differing
