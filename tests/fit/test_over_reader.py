@@ -61,6 +61,11 @@ def exact(w, x, label, mask):
         "f1": f1(confusion(w, x, label)),
         "mean over classes": by_class(e, label),
         "correlation": correlation(e, x[:, 0]),
+        "without one": e.sum() / (len(e) - 1),
+        "a third of a count": jnp.sum(right) // 3,
+        "by the root of the rows": e.sum() / np.sqrt(len(e)),
+        "root of a sum by the rows": jnp.sqrt(e.sum() * len(e)),
+        "by a table": e.mean() * np.array([len(e) - 1.0, 2.0], "float32")[0],
         "of parameters": jnp.sum(w),
         "a constant": jnp.float32(3.0),
     }
@@ -88,7 +93,7 @@ def test_numbers_of_a_reader_are_those_of_one_batch(batch):
         (jnp.std, "'sub' at .* reads a statistic of the examples"),
         (lambda e: e[0], "'slice' at .* takes some"),
         (lambda e: jnp.cumsum(e)[-1], "'cumsum' at .* runs along"),
-        (lambda e: jnp.sum(e) / (len(e) - 1), "'div' at .* counts the examples"),
+        (lambda e: jnp.sum(e / (len(e) - 1)), "'div' at .* counts the examples"),
     ],
 )
 def test_a_number_that_cannot_be_told_is_the_mean_and_warned_of(number, why):

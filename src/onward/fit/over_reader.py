@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from onward.core.compiler import compiled_alone
+from onward.core.errors import OnwardError
 from onward.core.lower import lower
 from onward.core.program import Program, Variable
 from onward.core.source import user_level
@@ -28,9 +29,8 @@ class OfReader:
 
     def __init__(self, program: Program, results: Results) -> None:
         self.parts = from_parts(program, results)
-        rest = self.parts.rest
-        self.run = None if rest is None else compiled_alone(lower(rest, rest.outputs))
         self._alike: dict[int, bool] = {}
+        self._rest: dict[int, _OfAll] = {}
 
     def given(self, fed: Mapping[str, Any]) -> tuple[Mapping[str, Any], int, bool]:
         """The data to run for a batch, how many examples it has, and whether they are there twice.
@@ -43,6 +43,16 @@ class OfReader:
         if rows == 1 and not self.is_alike(1):
             return self._twice(fed), rows, True
         return fed, rows, False
+
+    def rest(self, rows: int) -> _OfAll:
+        """From State and the values of all parts, of so many examples, to the results computed of them.
+
+        Raises:
+            RecipeError: for so many examples the function computes other ops.
+        """
+        if rows not in self._rest:
+            self._rest = {rows: _rest_of(self.parts.rest(rows))}
+        return self._rest[rows]
 
     def is_alike(self, rows: int) -> bool:
         """Whether batches of this length compute the same ops."""
@@ -70,6 +80,23 @@ class OfReader:
             return jax.tree.unflatten(treedef, laid)
 
         return {name: doubled(name, value) for name, value in fed.items()}
+
+
+_OfAll = Callable[[State, Mapping[str, Any]], dict[Variable, Any]]
+
+
+def _rest_of(rest: tuple[dict[Variable, Variable], Program] | None) -> _OfAll:
+    if rest is None:
+        return lambda state, values: {}
+    results, program = rest
+    run = compiled_alone(lower(program, program.outputs))
+
+    def computed(state: State, values: Mapping[str, Any]) -> dict[Variable, Any]:
+        given = [_whole(v, values[v.name]).astype(v.dtype) for v in program.inputs]
+        found = run([state[v.name] for v in program.state], given)
+        return dict(zip(results.values(), map(np.asarray, found), strict=True))
+
+    return computed
 
 
 class ReaderNumbers:
@@ -127,20 +154,25 @@ class ReaderNumbers:
         rows, batches, *plain = _sums([self.rows, self.batches, *self.plain.values()])
         means = {name: x / rows for name, x in zip(self.plain, plain, strict=True)}
         self.other = int(of_processes([self.other]).max())
+        rest = None if self.other or batches == 1 else self._rest(int(rows))
         if batches > 1:
             self._warn()
-        if self.other or batches == 1:
+        if rest is None:
             return {name: float(x) for name, x in means.items()}
-        times = rows / self.parts.rows
-        found = {v: self._over_processes(x, self.parts.found[v], rows) for v, x in self.total.items()}
-        if (rest := self.parts.rest) is not None and self.reader.run is not None:
-            read = self.parts.read.items()
-            given = [_whole(v, found[leaf] * times**power).astype(v.dtype) for v, (leaf, power) in read]
-            own = [state[v.name] for v in rest.state]
-            made = self.reader.run(own, [*given, np.float32(times)])
-            found.update(zip(rest.outputs, map(np.asarray, made), strict=True))
-        results = self.parts.results.items()
-        return {n: float(_whole(v, found[v] * times ** self.parts.found[v].power)) for n, v in results}
+        times, kinds = rows / self.parts.rows, self.parts.found
+        found = {
+            v: self._over_processes(x, kinds[v], rows) * times ** kinds[v].power
+            for v, x in self.total.items()
+        }
+        found |= rest(state, {v.name: x for v, x in found.items()})
+        return {name: float(_whole(v, found[v])) for name, v in self.parts.results.items()}
+
+    def _rest(self, rows: int) -> _OfAll | None:
+        try:
+            return self.reader.rest(rows)
+        except OnwardError:  # of all examples together the function computes something else
+            self.other = rows
+            return None
 
     def _over_processes(self, x: Any, follows: Follows, rows: float) -> Any:
         """A value over all examples, for parts as long as the traced one."""

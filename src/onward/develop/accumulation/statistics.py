@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +23,8 @@ from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import ancestors
 from onward.core.words import Kind, Pass
-from onward.develop.over_batch.known import Following, Follows, How, Need
+from onward.develop.over_batch.behind import behind, computed
+from onward.develop.over_batch.known import SAME, Following, Follows, How, Need
 from onward.develop.over_batch.own_keys import folded, in_common
 from onward.develop.over_batch.reading import reading, times
 
@@ -60,14 +60,10 @@ def made_of_data(program: Program) -> set[Variable]:
     return {*program.inputs, *program.constants, *(v for op in program.ops for v in op.outputs)} - others
 
 
-def _computed(program: Program) -> list[Variable]:
-    return [v for op in program.ops for v in op.outputs]
-
-
 def _is_whole(follows: Follows) -> bool:
     """Whether a loop over micro-batches hands out the value of the whole batch."""
     is_mean = follows.kind is How.MEAN and follows.power in (0, 1)
-    return is_mean or follows == Follows(How.SAME) or follows.kind in (How.MOST, How.LEAST)
+    return is_mean or follows == SAME or follows.kind in (How.MOST, How.LEAST)
 
 
 class KnownOfWhole:
@@ -95,28 +91,12 @@ class KnownOfWhole:
 
         They run once, on the statistics of the whole batch: a perplexity, a root, whether all is finite.
         """
-        like = dict(zip(_computed(part), _computed(whole), strict=True))
-        stays = ancestors(part, [*part.next_state.values(), *([] if part.loss is None else [part.loss])])
-
-        def can_come(op: Op, held: AbstractSet[Variable]) -> bool:
-            reads = [v for v in op.inputs if v not in held]
-            has_rows = any(v.shape != like.get(v, v).shape for v in (*op.inputs, *op.outputs))
-            has_rows |= any(following.found[v].kind is How.ROWS for v in reads)
-            of_loop = (v for v in reads if v in like)
-            is_whole = all(_is_whole(following.found[v]) for v in of_loop)
-            return is_whole and not has_rows and not op.body.has_effects
-
-        while not self.is_left:
-            held, after = set[Variable](), set[Op]()
-            for op in part.ops:
-                if op.outputs and stays.isdisjoint(op.outputs) and can_come(op, held):
-                    after.add(op)
-                    held.update(op.outputs)
-            read = {v for op in part.ops if op not in after for v in op.inputs}
-            if held.isdisjoint(read):
-                return after, {v for op in after for v in op.inputs if v in like and v not in held}
-            stays |= held & read  # what gives examples a statistic stays with them
-        return set(), set()
+        if self.is_left:
+            return set(), set()
+        stays = [*part.next_state.values(), *([] if part.loss is None else [part.loss])]
+        after = behind(whole, part, following, stays, _is_whole)
+        held, made = {v for op in after for v in op.outputs}, set(computed(part))
+        return after, {v for op in after for v in op.inputs if v in made and v not in held}
 
     def counting(self, following: Following) -> set[Op]:
         """The ops of known values with numbers in them that count the examples, such as n - 1."""

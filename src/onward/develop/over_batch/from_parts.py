@@ -8,27 +8,23 @@ on those of all.
 >>> def loss(w, x, counts):
 ...     return jnp.sum(counts * (x @ w)) / jnp.sum(counts)
 >>> found = from_parts(ow.trace(loss, jnp.ones(3), jnp.ones((4, 3)), jnp.ones(4)), lambda p: {"loss": p.loss})
->>> [v.name for v in found.program.outputs], [op.type for op in found.rest.ops]
+>>> [v.name for v in found.program.outputs], [op.type for op in found.rest(40)[1].ops]
 (['div', 'reduce_sum', 'reduce_sum_1'], ['div'])
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
 
-import numpy as np
-
-from onward.core.builder import Builder
 from onward.core.check import check
-from onward.core.errors import OnwardError
-from onward.core.marks import SCALE
-from onward.core.program import Program, Variable
+from onward.core.errors import OnwardError, RecipeError
+from onward.core.program import Op, Program, Variable
 from onward.core.recipe import rebuilt
 from onward.core.walk import ancestors, producers, prune
 from onward.core.words import Kind
 from onward.develop.batch import WEIGHT, batch_names, data_types
+from onward.develop.over_batch.behind import behind, computed
 from onward.develop.over_batch.known import Following, Follows, How, Need
 from onward.develop.over_batch.walk import follow
 
@@ -46,9 +42,6 @@ class FromParts:
         apart: for those that cannot be put together, why; their mean by the lengths of the parts is taken.
         found: how each value that is handed out follows.
         program: computes, of a part, the results and what else is handed out.
-        read: for each input of ``rest`` the value, and the power of the number of parts by which it grows.
-        rest: computes those results that are made of what is handed out; the last input is how many times
-            as many examples there are as ``rows``.
     """
 
     def __init__(
@@ -56,71 +49,81 @@ class FromParts:
         part: Program,
         rows: int,
         split: tuple[str, ...],
-        following: Following | None,
         results: Mapping[str, Variable],
+        whole: Program | None = None,
+        following: Following | None = None,
     ) -> None:
         self.part, self.rows, self.split, self.results = part, rows, split, results
-        told = {} if following is None else {n: _apart(part, following, v) for n, v in results.items()}
-        self.apart = {name: why for name, why in told.items() if why}
-        self.found = {v: _PLAIN for name, v in results.items() if following is None or name in self.apart}
-        self.read: dict[Variable, tuple[Variable, int]] = {}
-        self.rest: Program | None = None
-        if following is not None:
-            self._cut(following, [v for v in results.values() if v not in self.found])
+        self.apart: dict[str, str] = {}
+        self.found = dict.fromkeys(results.values(), _PLAIN)
+        self._after = set[Op]()
+        if whole is not None and following is not None:
+            self._after = behind(whole, part, following, (), lambda f: f.kind not in (How.OWN, How.ROWS))
+            left, made = following.without(self._after), self._made
+            told = {name: _apart(part, left, v, made) for name, v in results.items()}
+            self.apart = {name: why for name, why in told.items() if why}
+            own = [v for name, v in results.items() if name in self.apart or v not in made]
+            plain = {results[name] for name in self.apart}
+            handed = dict.fromkeys([*own, *self._read(results.values())])
+            self.found = {v: _PLAIN if v in plain else following.found[v] for v in handed}
         self.program = prune(part, list(dict.fromkeys([*results.values(), *self.found])))
 
-    def _cut(self, following: Following, wanted: list[Variable]) -> None:
-        part, needs = self.part, following.reaching(self.part, wanted).needs
-        builder = Builder(part)
-        parts = Variable(builder.names.new("parts"), (), np.dtype(np.float32), Kind.DATA)
-        needed, made = ancestors(part, wanted), set[Variable]()
-        here = {*part.state, *part.constants}
-        handed: dict[tuple[Variable, int], Variable] = {}
+    @property
+    def _made(self) -> set[Variable]:
+        """What is computed of that of all parts."""
+        return {v for op in self._after for v in op.outputs}
 
-        def read(v: Variable, need: Need | None) -> Variable:
-            power = 0 if need is None else need.power
-            if v in made or v in here:
-                return builder.once((v, power), lambda: _grown(builder, v, parts, power)) if power else v
-            self.found[v] = following.found[v]
-            return handed.setdefault((v, power), replace(builder.named(v.name, v), kind=Kind.DATA))
+    def _read(self, wanted: Iterable[Variable]) -> list[Variable]:
+        """What the ops behind read of a part to compute these."""
+        needed, made = ancestors(self.part, list(wanted)), self._made
+        kept = {*self.part.state, *self.part.constants, *made}
+        ops = [op for op in self.part.ops if op in self._after and not needed.isdisjoint(op.outputs)]
+        return [v for op in ops for v in op.inputs if v not in kept]
 
-        for op in part.ops:
-            mine = needs.get(op, {})
-            if needed.isdisjoint(op.outputs) or (not mine and made.isdisjoint(op.inputs)):
-                continue
-            builder.append(replace(op, inputs=tuple(read(v, mine.get(v)) for v in op.inputs)))
-            made.update(op.outputs)
-        self.found |= {v: following.found[v] for v in wanted}
-        self.read = {new: place for place, new in handed.items()}
-        of_rest = tuple(dict.fromkeys(v for v in wanted if v in made))
-        if of_rest:
-            used = {v for op in builder.ops for v in op.inputs}
-            rest = replace(
-                part,
-                name="of_all",
-                inputs=(*self.read, parts),
-                state=tuple(v for v in part.state if v in used),
-                constants={v: value for v, value in part.constants.items() if v in used},
-                ops=builder.ops,
-                outputs=of_rest,
-                next_state={},
-                initializers=(),
-                loss=None,
-                hyperparameters=(),
-                signature=None,
-                recipe=None,
-            )
-            self.rest = check(rest)
+    def rest(self, rows: int) -> tuple[dict[Variable, Variable], Program] | None:
+        """The Program that computes results of the values of all parts, which have so many examples.
+
+        With it the result that each of its outputs is; None where there is nothing to compute. Its inputs
+        have the names of the values of a part.
+
+        Raises:
+            RecipeError: for so many examples the function computes other ops.
+        """
+        plain = {self.results[name] for name in self.apart}
+        wanted = [v for v in dict.fromkeys(self.results.values()) if v in self._made and v not in plain]
+        if not wanted:
+            return None
+        if not self.is_alike(rows):
+            raise RecipeError(f"{self.part.name}: for {rows} examples the function builds another graph.")
+        whole = _of_length(self.part, self.split, rows)
+        pairs = [*zip(self.part.inputs, whole.inputs, strict=True)]
+        like = dict([*pairs, *zip(computed(self.part), computed(whole), strict=True)])
+        given = {like[v]: replace(like[v], kind=Kind.DATA) for v in self._read(wanted)}
+        results = {like[v]: v for v in wanted}
+        ops = [mine for op, mine in zip(self.part.ops, whole.ops, strict=True) if op in self._after]
+        made = replace(
+            whole,
+            name="of_all",
+            inputs=tuple(given.values()),
+            ops=tuple(replace(op, inputs=tuple(given.get(v, v) for v in op.inputs)) for op in ops),
+            outputs=tuple(results),
+            next_state={},
+            initializers=(),
+            loss=None,
+            hyperparameters=(),
+            signature=None,
+            recipe=None,
+        )
+        return results, check(prune(made, list(results)))
 
     def is_alike(self, rows: int) -> bool:
         """Whether the function computes the same ops for so many examples."""
         if rows == self.rows or not self.split:
             return True
         try:
-            other = rebuilt(self.part, data_types(self.part, self.split, rows))
+            return _lines(_of_length(self.part, self.split, rows)) == _lines(self.part)
         except OnwardError:
             return False
-        return _lines(other) == _lines(self.part)
 
 
 def from_parts(program: Program, results: Results) -> FromParts:
@@ -138,10 +141,10 @@ def from_parts(program: Program, results: Results) -> FromParts:
             part, whole = (_of_length(program, split, n) for n in (rows, 2 * rows))
             following = follow(whole, part, 2, split, _can_have, in_turn=True)
             if following is not None:
-                return FromParts(part, rows, split, following, results(part))
+                return FromParts(part, rows, split, results(part), whole, following)
     except OnwardError:  # the function takes this length alone
         pass
-    return FromParts(program, 1, (), None, results(program))
+    return FromParts(program, 1, (), results(program))
 
 
 def _split(program: Program) -> tuple[str, ...]:
@@ -160,32 +163,23 @@ def _can_have(v: Variable, need: Need, reaches: bool) -> bool:
     return not reaches
 
 
-def _apart(part: Program, following: Following, v: Variable) -> str:
-    """The reason why a result cannot be put together; empty if it can."""
+def _apart(part: Program, following: Following, v: Variable, made: set[Variable]) -> str:
+    """The reason why a result cannot be put together; empty if it can.
+
+    ``made`` is computed of values of the whole; ``following`` tells of the rest.
+    """
     near = following.reaching(part, [v])
     for op, why in near.mixing:
         return f"{op.type!r}{op.at} {why}"
     for op in near.normalizing:
         return f"{op.type!r}{op.at} reads a statistic of the examples"
-    for op in (*near.bent, *near.counting(part)):
+    for op in (*near.bent, *near.counting(part), *near.needs):
         return f"{op.type!r}{op.at} reads or gives a number that counts the examples"
-    if following.found[v].kind in (How.OWN, How.ROWS):
+    if v not in made and following.found[v].kind in (How.OWN, How.ROWS):
         maker = producers(part).get(v)
-        return (
-            f"{maker.type!r}{maker.at} gives a number of one batch"
-            if maker
-            else "it is given with each batch"
-        )
+        given = "it is given with each batch"
+        return f"{maker.type!r}{maker.at} gives a number of one batch" if maker else given
     return ""
-
-
-def _grown(builder: Builder, v: Variable, parts: Variable, power: int) -> Variable:
-    """A value times a power of the number of parts."""
-
-    def grown(x: Any, n: Any) -> list[Any]:
-        return [(x * n.astype(x.dtype) ** power).astype(x.dtype)]
-
-    return builder.add(SCALE, [v, parts], [f"scaled({v.name})"], grown)[0]
 
 
 def _lines(program: Program) -> list[tuple[str, tuple[str, ...]]]:
