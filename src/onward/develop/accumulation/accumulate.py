@@ -44,12 +44,12 @@ def accumulate(
     tells, the step is that of the big batch, and so are the results beside the loss: a mean, a sum, a count,
     the largest, and what is computed of them, such as a perplexity, which runs once, after the loop. An array
     over examples is joined; where nothing is known of a result, floats are averaged and integers summed. What
-    the forward pass carries (statistics, random keys, counters) goes from one micro-batch to the next. A
-    statistic of data alone, such as how many tokens a mask lets count, is computed before the loop, and
-    ``of_whole_batch`` in the printout. If the function takes ``example_weight``, an array [batch] or [batch,
-    ...], results and gradients are means weighted by it, and a batch that does not divide is filled up with
-    examples of weight 0. What normalizes by statistics of activations sees one micro-batch at a time, which
-    is warned of.
+    the forward pass carries (statistics, random keys, counters) goes from one micro-batch to the next; from a
+    key that all have, each draws numbers of its own for its examples. A statistic of data alone, such as how
+    many tokens a mask lets count, is computed before the loop, and ``of_whole_batch`` in the printout. If the
+    function takes ``example_weight``, an array [batch] or [batch, ...], results and gradients are means
+    weighted by it, and a batch that does not divide is filled up with examples of weight 0. What normalizes
+    by statistics of activations sees one micro-batch at a time, which is warned of.
 
     Only what the loop hands out can be fetched: gradients, the loss, the outputs. The Program that it runs
     is ``op.subprograms["micro_batch"]`` of the op ``accumulate``.
@@ -75,7 +75,8 @@ def accumulate(
         UserWarning: the loss is neither (the root of a mean, a quotient by a sum of activations, a sum times
             a number that counts the batch otherwise than a mean does), so that the mean over micro-batches is
             not the loss of the big batch; examples see each other, as in a graph whose nodes are the batch,
-            or by batch normalization; or a result holds all of them several times.
+            or by batch normalization; a result holds all of them several times, or numbers them; or the
+            function is another one for a micro-batch.
 
     Source: Huang et al., GPipe, 2019, section 2.2 (micro-batches whose gradients are summed before one
     update).

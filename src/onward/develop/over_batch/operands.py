@@ -44,11 +44,14 @@ class Operands:
         return Follows(How.SAME, power or 0)
 
     def _is_index(self, is_added: bool) -> bool:
-        """Whether an integer in the op is, or may be, of a place in an array, and no number of examples."""
+        """Whether an integer in the op is, or may be, of a place in an array, and no number of examples.
+
+        A function that speaks of devices itself counts with those of its own.
+        """
         found = [self.walk.result.found[v] for v in self.op.inputs]
         is_elementwise = of(next(self.op.body.calls).primitive).is_elementwise
         of_rows = any(f.counts or (is_added and f.kind is How.ROWS) for f in found)
-        return bool(found) and (of_rows or not is_elementwise)
+        return bool(found) and (of_rows or not is_elementwise or self.walk.has_own_axis)
 
     def _take_numbers(self) -> None:
         self.walk.result.numbers[self.op] = self.op.body.with_numbers_of(self.other.body)
