@@ -57,9 +57,10 @@ def of_whole_batch(
     whole = trace(rows * devices.size)
     following = follow(whole, local, devices.size, split, can_have)
     if following is None:
-        if replicas.syncs and not (rows == 1 and _is_additive(trace, split, devices.size)):
+        drawn = _drawn_by_one(trace, local, split, devices.size) if rows == 1 else None
+        if replicas.syncs and drawn is None:
             warnings.warn(_other_graph(whole, local), stacklevel=user_level())
-        return local, None
+        return local, drawn
     told = following.reaching(local, [*local.outputs, *local.next_state.values()])
     if told.mixing and replicas.syncs:
         warnings.warn(_said(local, *told.mixing[0], devices.size), stacklevel=user_level())
@@ -82,19 +83,23 @@ def _out_of_order(whole: Program, local: Program, following: Following) -> list[
     return [*elsewhere, *following.out_of_order(local.outputs)]
 
 
-def _is_additive(trace: Callable[[int], Program], split: Collection[str], count: int) -> bool:
-    """Whether nothing has to be merged before the results, told from two examples a part.
+def _drawn_by_one(
+    trace: Callable[[int], Program], local: Program, split: Collection[str], count: int
+) -> set[Variable] | None:
+    """What is drawn for the one example of a part where nothing has to be merged before the results.
 
-    JAX leaves out axes of one example, so the function may look another one for it.
+    It is told from two examples a part: of one, JAX leaves out axes, so that the function may look another
+    one. None where something has to be merged.
     """
     part = trace(2)
     following = follow(trace(2 * count), part, count, split)
-    if following is None:
-        return False
-    asked = following.needs or following.numbers or following.mixing
+    if following is None or following.needs or following.counting(part) or following.mixing:
+        return None
     found = {v: following.found[v] for v in (*part.outputs, *part.next_state.values())}
     plain = (How.SAME, How.MEAN, How.ROWS)
-    return not asked and all(f.kind in plain and not (f.power and v.is_float) for v, f in found.items())
+    if any(f.kind not in plain or (f.power and v.is_float) for v, f in found.items()):
+        return None
+    return {local[v.name] for v in following.drawn if v.name in local}
 
 
 def _with_statistics(local: Program, following: Following, devices: Devices) -> Program:
