@@ -710,3 +710,47 @@ def test_examples_draw_numbers_of_their_own_and_the_network_those_of_all(loss, h
 
     np.testing.assert_allclose(out.loss, with_these(W), 1e-5)
     np.testing.assert_allclose(state.parameters, W - 0.1 * jax.grad(with_these)(W), 1e-4, 1e-5)
+
+
+@pytest.mark.parametrize("how", ["devices", "micro-batches"])
+def test_one_example_a_part_draws_its_own_too(how):
+    x, key = np.ones((DEVICES, 3), "float32"), jax.random.key(3)
+    program = ow.SGD(0.1).minimize(with_noise, W, x, key, has_aux=True)
+    step = ow.compile({"devices": ow.replicate, "micro-batches": ow.accumulate}[how](program, DEVICES))
+    _, out = step(step.init(W), x, key)
+    assert len({row.tobytes() for row in np.asarray(out.aux["kept"])}) == DEVICES
+    np.testing.assert_allclose(out.aux["projection"], with_noise(W, x, key)[1]["projection"], 1e-6)
+
+
+@pytest.mark.parametrize("how", ["devices", "micro-batches"])
+def test_keys_that_come_with_the_examples_are_theirs(how):
+    def loss(w, x, keys):
+        kept = jax.vmap(lambda key: jax.random.uniform(key, (3,)))(keys)
+        return jnp.mean((x * kept @ w) ** 2), kept
+
+    keys = jax.random.split(jax.random.key(3), ROWS)
+    program = ow.SGD(0.1).minimize(loss, W, X, keys, has_aux=True)
+    step = ow.compile({"devices": ow.replicate, "micro-batches": ow.accumulate}[how](program, DEVICES))
+    _, out = step(step.init(W), X, keys)
+    value, kept = loss(W, X, keys)
+    np.testing.assert_array_equal(out.aux, kept)
+    np.testing.assert_allclose(out.loss, value, 1e-5)
+
+
+def test_stages_draw_as_micro_batches_do():
+    def loss(w, x, key):
+        first, second = jax.random.split(key)
+        kept = jax.random.uniform(first, x.shape)
+        h = jnp.tanh(x * kept @ w[0])
+        return jnp.mean((h * jax.random.uniform(second, h.shape) @ w[1]) ** 2), kept
+
+    x, key, w = np.ones((ROWS, 3), "float32"), jax.random.key(3), (W, W)
+    program = ow.SGD(0.1).minimize(loss, w, x, key, has_aux=True)
+    found = []
+    for made in (ow.accumulate(program, 4), ow.pipeline(program, 2, 4)):
+        step = ow.compile(made)
+        state, out = step(step.init(w), x, key)
+        found.append((out.loss, *state.parameters, out.aux))
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, 1e-5, 1e-6)
+    assert len({part.tobytes() for part in np.asarray(found[1][-1]).reshape(4, -1)}) == 4

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from onward.core.builder import Builder
+from onward.core.errors import OnwardError
 from onward.core.placement import equal_variables
 from onward.core.program import Op, Program, Replicas, Variable
 from onward.core.source import user_level
@@ -89,10 +90,13 @@ def _drawn_by_one(
     """What is drawn for the one example of a part where nothing has to be merged before the results.
 
     It is told from two examples a part: of one, JAX leaves out axes, so that the function may look another
-    one. None where something has to be merged.
+    one. None where something has to be merged, or the function does not take two.
     """
-    part = trace(2)
-    following = follow(trace(2 * count), part, count, split)
+    try:
+        part = trace(2)
+        following = follow(trace(2 * count), part, count, split)
+    except OnwardError:
+        return None
     if following is None or following.needs or following.counting(part) or following.mixing:
         return None
     found = {v: following.found[v] for v in (*part.outputs, *part.next_state.values())}
