@@ -284,6 +284,7 @@ SEES_OTHERS = {
     ),
     "before it": (lambda w, x: (jnp.tri(len(x)) @ errors(w, x)).mean(), "makes an array of all pairs"),
     "by a matrix": (lambda w, x: (np.tri(len(x)) @ errors(w, x)).mean(), "counts the examples"),
+    "by ones": (lambda w, x: jnp.tanh(np.ones((len(x), len(x))) @ errors(w, x)).mean(), "counts the exam"),
     "a table of its own": (lambda w, x: errors(w, x) @ jnp.linspace(0, 1, len(x)), "some of the examples"),
     "split": (lambda w, x: jnp.prod(jnp.stack(jnp.split(x @ w, 2)), 0).mean(), "some of the examp"),
     "a half at a place": (
@@ -632,6 +633,7 @@ COUNTED = {
     "third": lambda e, y: jnp.int32(len(e)) // 3,
     "share": lambda e, y: 100 * jnp.sum(y > 0) // len(e),
     "times": lambda e, y: jnp.sum(y > 0) * len(e),
+    "times a constant": lambda e, y: jnp.sum(y > 0) * jnp.asarray(np.array([len(e), 1], "int32")),
     "left": lambda e, y: len(e) - jnp.sum(y > 0),
     "root of what is left": lambda e, y: jnp.sqrt(1.0 * (len(e) - 1 - jnp.sum(y > 0))),
     "and one": lambda e, y: jnp.sum(y > 0) + 1,
@@ -648,7 +650,7 @@ COUNTED = {
 @pytest.mark.parametrize("how", ["devices", "micro-batches", "both"])
 def test_numbers_that_count_the_whole_batch(how):
     def loss(w, x, y, m):
-        e = errors(w, x)
+        e = errors(w, x * np.array([1, len(x) - 1, 3], "float32"))
         return e.mean(), {name: made(e, y) for name, made in COUNTED.items()}
 
     program = ow.SGD(0.1).minimize(loss, W, X, Y, MASK, has_aux=True)
@@ -667,6 +669,13 @@ def test_numbers_that_count_the_whole_batch(how):
 
 
 # ---------------------------------------------------------------- random numbers
+
+
+def with_bias(w, x, key):
+    """With an op that JAX leaves out for one example."""
+    first, second = jax.random.split(key)
+    kept, projection = jax.random.uniform(second, x.shape) * x, jax.random.normal(first, (3, 3))
+    return jnp.mean((kept @ projection @ w + w[0]) ** 2), {"kept": kept, "projection": projection}
 
 
 def with_noise(w, x, key):
@@ -715,11 +724,11 @@ def test_examples_draw_numbers_of_their_own_and_the_network_those_of_all(loss, h
 @pytest.mark.parametrize("how", ["devices", "micro-batches"])
 def test_one_example_a_part_draws_its_own_too(how):
     x, key = np.ones((DEVICES, 3), "float32"), jax.random.key(3)
-    program = ow.SGD(0.1).minimize(with_noise, W, x, key, has_aux=True)
+    program = ow.SGD(0.1).minimize(with_bias, W, x, key, has_aux=True)
     step = ow.compile({"devices": ow.replicate, "micro-batches": ow.accumulate}[how](program, DEVICES))
     _, out = step(step.init(W), x, key)
     assert len({row.tobytes() for row in np.asarray(out.aux["kept"])}) == DEVICES
-    np.testing.assert_allclose(out.aux["projection"], with_noise(W, x, key)[1]["projection"], 1e-6)
+    np.testing.assert_allclose(out.aux["projection"], with_bias(W, x, key)[1]["projection"], 1e-6)
 
 
 @pytest.mark.parametrize("how", ["devices", "micro-batches"])

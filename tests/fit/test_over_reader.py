@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import io_callback
 
 import onward as ow
 
@@ -123,6 +124,28 @@ def test_another_graph_for_some_lengths_is_warned_of():
         found = over_reader(network, 4, X)
     sizes = [network(W, x)[0] * len(x) for x in (X[:4], X[4:8], X[8:])]
     np.testing.assert_allclose(found["loss"], sum(sizes) / N, rtol=1e-5)
+
+
+def test_another_graph_for_all_examples_together_is_warned_of():
+    def network(w, x):
+        e = jnp.sum((x @ w) ** 2, 1)
+        return jnp.sqrt(jnp.mean(e)) if len(x) < N else jnp.mean(jnp.sqrt(e)), ()
+
+    with pytest.warns(UserWarning, match=f"for a batch of {N} examples the function builds another graph"):
+        found = over_reader(network, 5, X)
+    np.testing.assert_allclose(found["loss"], (network(W, X[:5])[0] + network(W, X[5:])[0]) / 2, rtol=1e-5)
+
+
+def test_a_number_that_the_host_makes_of_a_mean_is_that_of_each_batch():
+    def network(w, x):
+        mean = jnp.mean((x @ w) ** 2)
+        root = io_callback(lambda mean: np.sqrt(mean), jax.ShapeDtypeStruct((), "float32"), mean)
+        return mean, root
+
+    with pytest.warns(UserWarning, match="'aux' of a reader cannot be told .*'io_callback' at .* reads"):
+        found = over_reader(network, 5, X)
+    roots = [np.sqrt(network(W, x)[0]) for x in (X[:5], X[5:])]
+    np.testing.assert_allclose(found["aux"], np.mean(roots), rtol=1e-5)
 
 
 def test_data_in_containers_and_data_of_another_length():

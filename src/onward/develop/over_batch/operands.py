@@ -50,7 +50,7 @@ class Operands:
         """
         found = [self.walk.result.found[v] for v in self.op.inputs]
         is_elementwise = of(next(self.op.body.calls).primitive).is_elementwise
-        of_rows = any(f.counts or (is_added and f.kind is How.ROWS) for f in found)
+        of_rows = is_added and any(f.kind is How.ROWS for f in found)
         return bool(found) and (of_rows or not is_elementwise or self.walk.has_own_axis)
 
     def _take_numbers(self) -> None:
