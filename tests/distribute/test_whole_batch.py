@@ -633,7 +633,7 @@ COUNTED = {
     "third": lambda e, y: jnp.int32(len(e)) // 3,
     "share": lambda e, y: 100 * jnp.sum(y > 0) // len(e),
     "times": lambda e, y: jnp.sum(y > 0) * len(e),
-    "times a constant": lambda e, y: jnp.sum(y > 0) * jnp.asarray(np.array([len(e), 1], "int32")),
+    "times a constant": lambda e, y: jnp.sum(y > 0) * np.array([len(e), len(e)], "int32"),
     "left": lambda e, y: len(e) - jnp.sum(y > 0),
     "root of what is left": lambda e, y: jnp.sqrt(1.0 * (len(e) - 1 - jnp.sum(y > 0))),
     "and one": lambda e, y: jnp.sum(y > 0) + 1,
@@ -675,7 +675,8 @@ def with_bias(w, x, key):
     """With an op that JAX leaves out for one example."""
     first, second = jax.random.split(key)
     kept, projection = jax.random.uniform(second, x.shape) * x, jax.random.normal(first, (3, 3))
-    return jnp.mean((kept @ projection @ w + w[0]) ** 2), {"kept": kept, "projection": projection}
+    bias = jnp.broadcast_to(w[:1], x.shape)
+    return jnp.mean((kept @ projection @ w + bias) ** 2), {"kept": kept, "projection": projection}
 
 
 def with_noise(w, x, key):
