@@ -361,6 +361,7 @@ def test_micro_batches_whose_examples_need_others_are_warned_of(name):
     ow.accumulate(program, 4, is_sum=False)
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("name", KEEPS_APART)
 def test_examples_that_are_computed_apart(name):
     """On devices and in micro-batches, without a warning."""

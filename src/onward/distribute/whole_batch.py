@@ -87,7 +87,7 @@ def _out_of_order(whole: Program, local: Program, following: Following) -> list[
 def _drawn_by_one(
     trace: Callable[[int], Program], local: Program, split: Collection[str], count: int
 ) -> set[Variable] | None:
-    """What is drawn for the one example of a part where nothing has to be merged before the results.
+    """The numbers drawn for the one example of a part where nothing has to be merged before the results.
 
     It is told from two examples a part: of one, JAX leaves out axes, so that the function may look another
     one. None where something has to be merged, or the function does not take two.

@@ -70,11 +70,11 @@ class FromParts:
 
     @property
     def _made(self) -> set[Variable]:
-        """What is computed of that of all parts."""
+        """The values that are computed of those of all parts."""
         return {v for op in self._after for v in op.outputs}
 
     def _read(self, wanted: Iterable[Variable]) -> list[Variable]:
-        """What the ops behind read of a part to compute these."""
+        """The values of a part that the ops behind read to compute these."""
         needed, made = ancestors(self.part, list(wanted)), self._made
         kept = {*self.part.state, *self.part.constants, *made}
         ops = [op for op in self.part.ops if op in self._after and not needed.isdisjoint(op.outputs)]
