@@ -28,7 +28,7 @@ def mixing(call: Call, values: list[Follows], rows: Mapping[int, int], axis: int
         axis: that of the result.
     """
     row = of(call.primitive)
-    if row == Primitive(row.name) or (row.moves in _BY_LAYOUT and not row.update):
+    if is_opaque(call.primitive) or (row.moves in _BY_LAYOUT and not row.update):
         return ""
     if "dimension_numbers" in call.params and (row.update or row.moves is Moves.LOOKS_UP):
         return _finding(call, values[1], rows.get(0))
@@ -43,6 +43,12 @@ def mixing(call: Call, values: list[Follows], rows: Mapping[int, int], axis: int
     if kept.issuperset(rows.items()):
         return ""
     return _CUTS if row.moves is Moves.CUTS_AT else "runs along the examples"
+
+
+def is_opaque(primitive: str) -> bool:
+    """Whether nothing is known of what a primitive computes, as of one that calls what stands in a file."""
+    row = of(primitive)
+    return row == Primitive(row.name)
 
 
 def _finding(call: Call, index: Follows, axis: int | None) -> str:

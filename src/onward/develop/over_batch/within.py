@@ -11,6 +11,7 @@ from onward.core.jaxprs.loops import carry_of, result_of
 from onward.core.primitives.table import of
 from onward.core.primitives.traits import Runs
 from onward.core.program import Op, Program
+from onward.develop.over_batch.apart import is_opaque
 from onward.develop.over_batch.known import OWN, SAME, BatchWalk, ExampleLayout, Following, Follows, How
 from onward.develop.over_batch.operands import Operands
 
@@ -69,7 +70,8 @@ class _BodyWalk:
         following = self.inner(whole, part, values)
         near = following and following.reaching(part, part.outputs)
         if near is None or not _is_plain(near, part):
-            self.mixing = f"{near.mixing[0][1]} within" if near and near.mixing else self.mixing
+            told = [why for op, why in near.mixing if not is_opaque(op.type)] if near else []
+            self.mixing = f"{told[0]} within" if told else self.mixing
             return None
         assert following is not None
         return [following.found[v] for v in part.outputs]
