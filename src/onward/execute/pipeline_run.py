@@ -39,7 +39,7 @@ class PipelineRun:
             (), [self._state(v.name, 0) for v in ahead.state], batch
         )
         self.given = [
-            {**dict(zip(stages.given, mine, strict=True)), **dict(zip(ahead.outputs, hers, strict=True))}
+            dict(zip((*pipeline.loop.given, *ahead.outputs), (*mine, *hers), strict=True))
             for mine, hers in zip(pieces, handed, strict=True)
         ]
         self.once: dict[int, Values] = {}

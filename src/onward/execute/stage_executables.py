@@ -54,7 +54,6 @@ class StageExecutables:
         whole: for each stage how a value lies that all of its devices have.
         home: how each state Variable lies, by name.
         split: the data that is cut into micro-batches.
-        given: what each micro-batch is given of its own.
         parts: of each stage and work.
         statistics: what micro-batches read of the whole batch, if anything.
         once: for some stages, what they make of their state once a step.
@@ -73,7 +72,6 @@ class StageExecutables:
         self.home = {v.name: self.whole[pipeline.homes[v]] for v in self.program.state}
         loop = pipeline.loop
         self.split = [v for v in loop.turn.inputs if v.name in loop.how.split]
-        self.given = [*self.split, *loop.numbers]
         self.results = {r.whole: r for r in pipeline.results}
         self._readers = {v: [*dict.fromkeys(of for of, _ in works)] for v, works in pipeline.readers.items()}
         self.last = {
@@ -167,14 +165,16 @@ class StageExecutables:
     def scale(self) -> Any:
         """The type of the share of a micro-batch; None where all count alike."""
         loop = self.pipeline.loop
-        weights = [v for v in loop.whole.program.inputs if v.name == loop.how.weight]
-        return jax.eval_shape(self._scales, [v.aval for v in weights])[0] if weights else None
+        found = jax.eval_shape(lambda batch: loop.scales(self._pieces(batch)), self._batch)
+        return None if found is None else jax.ShapeDtypeStruct((), found.dtype)
 
-    def _scales(self, weights: Sequence[Any]) -> Any:
-        loop = self.pipeline.loop
-        v = next(v for v in self.split if v.name == loop.how.weight)
-        found = loop.scales(loop.pieces(weights[0], v))
-        return [found[i] for i in range(loop.how.steps)]
+    @property
+    def _batch(self) -> list[Any]:
+        """The types of the data that is cut."""
+        return [self.program[v.name].aval for v in self.split]
+
+    def _pieces(self, batch: Sequence[Any]) -> list[Any]:
+        return self.pipeline.loop.pieces(dict(zip(self.split, batch, strict=True)))
 
     def _beginning(self) -> Any:
         """From the batch and what is handed on to the micro-batches, what is handed on, and their shares."""
@@ -184,24 +184,22 @@ class StageExecutables:
         run = lower(ahead, (*following, *ahead.outputs))
 
         def call(_: Any, state: Any, batch: Any) -> Any:
-            pieces = [loop.pieces(x, v) for x, v in zip(batch, self.split, strict=True)]
+            pieces = self._pieces(batch)
             handed = []
             for _i in range(count):
                 found = run(state, ())
                 state = found[: len(following)]
                 handed.append(found[len(following) :])
-            weights = [x for x, v in zip(batch, self.split, strict=True) if v.name == loop.how.weight]
-            scales = self._scales(weights) if weights else [None] * count
-            numbers = [jnp.arange(count, dtype=v.dtype) for v in loop.numbers]
-            return [[x[i] for x in (*pieces, *numbers)] for i in range(count)], handed, state, scales
+            scales = loop.scales(pieces)
+            shares = [None if scales is None else scales[i] for i in range(count)]
+            return [[x[i] for x in pieces] for i in range(count)], handed, state, shares
 
-        batch = [self.program[v.name].aval for v in self.split]
         outs = (
-            [[self.lies(v, 0) for v in self.given]] * count,
+            [[self.lies(v, 0) for v in loop.given]] * count,
             [[self.lies(v, 0) for v in ahead.outputs]] * count,
             *[self.whole[0]] * 2,
         )
-        return self.compiled(call, 0, (), [v.aval for v in ahead.state], batch, outs=outs)
+        return self.compiled(call, 0, (), [v.aval for v in ahead.state], self._batch, outs=outs)
 
 
 class StageUpdate:

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,6 +30,7 @@ from onward.core.jaxprs.equations import (
     literal_value,
     names_within,
     nowhere,
+    size_of,
     type_of,
 )
 from onward.core.jaxprs.signature import (
@@ -182,6 +184,11 @@ class Body(NotPickled):
         return any(eqn.primitive.name == primitive for eqn in self.equations)
 
     @cached_property
+    def size(self) -> int:
+        """How many equations it has, however deep, that run no others."""
+        return sum(map(size_of, self.equations))
+
+    @cached_property
     def collectives(self) -> tuple[Collective, ...]:
         """The collective primitives in it, however deep."""
         return tuple(found for eqn in self.equations for found in devices.collectives_within(eqn))
@@ -214,6 +221,14 @@ class Body(NotPickled):
             found = ((key, tuple(map(Body, jaxprs_in(value)))) for key, value in eqn.params.items())
             inner = {key: bodies for key, bodies in found if bodies}
             yield Call(eqn.primitive.name, operands, results, eqn.params, inner)
+
+    @property
+    def calls_within(self) -> Iterator[Call]:
+        """The same, each followed by those that it runs, however deep."""
+        for call in self.calls:
+            yield call
+            for body in itertools.chain(*call.inner.values()):
+                yield from body.calls_within
 
     @cached_property
     def parts(self) -> JaxprParts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from onward.core.jaxprs.body import Body, EquationBody
@@ -38,6 +39,19 @@ def with_inner(body: Body, name: str, inner: Body) -> Body:
     several[at] = inner.closed if hasattr(several[at], "consts") else inner.closed.jaxpr
     new = type(old)(several) if isinstance(old, tuple | list) else several[0]
     return _edited(body, eqn.replace(params={**eqn.params, key: new}))
+
+
+def call_with_inner(body: Body, name: str, inner: Body) -> Callable[[Sequence[Any]], list[Any]]:
+    """From the inputs of a Body to the results of its equation, running another jaxpr, of any types."""
+    (eqn,) = with_inner(body, name, inner).equations
+    pairs = list(zip(body.operands, body.numbers, strict=True))
+
+    def run(values: Sequence[Any]) -> list[Any]:
+        read = [values[x] if isinstance(x, int) else number for x, number in pairs]
+        made: list[Any] = eqn.primitive.bind(*read, **eqn.params)
+        return made
+
+    return run
 
 
 def _edited(body: Body, eqn: Any) -> Body:

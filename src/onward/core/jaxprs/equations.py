@@ -114,6 +114,11 @@ def names_within(eqn: Any) -> Iterator[str]:
         yield from names_within(inner)
 
 
+def size_of(eqn: Any) -> int:
+    """How many equations there are in one, however deep, that run no others; at least 1."""
+    return sum(map(size_of, equations_within(eqn))) or 1
+
+
 def calls_custom_rule(eqn: Any) -> bool:
     """Whether a ``custom_jvp`` or ``custom_vjp`` function is called in it, however deep."""
     return has_rule_of_its_own(eqn) or any(map(calls_custom_rule, equations_within(eqn)))

@@ -17,7 +17,7 @@ def retyped(body: Body, dtype: Any) -> Body | None:
     """The same equation with every float32 in it of another floating dtype, literal numbers as well.
 
     None if it calls functions, if a number in it is none in that dtype or becomes 0, or if the primitive
-    does not take it or gives results of other types. What it accumulates in it chooses itbody.
+    does not take it or gives results of other types. What it accumulates in it chooses itself.
     """
     if len(body.equations) != 1 or body.has_effects or body.holds_functions:
         return None

@@ -165,7 +165,7 @@ def _told(recipe: Recipe, program: Program, data: tuple[Any, ...], how: Accumula
         behind=frozenset(op.outputs[0].name for op in after),
         told=tuple((name, f) for name, f in told.items() if f.kind is not How.MEAN or not is_weighed),
     )
-    whole_numbers = known.counting(following).difference(map(producers(part).get, results))
+    whole_numbers = known.known_counts(following).difference(map(producers(part).get, results))
     following = following.without_numbers(whole_numbers, known.values)
     if how.is_sum is None:
         _expect_apart(part, following, how.steps, is_weighed)

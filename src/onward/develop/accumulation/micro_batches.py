@@ -6,7 +6,7 @@ loop and which read what the loop made, and wires the one op between them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -166,7 +166,15 @@ def _is_extreme(v: Variable, follows: Follows) -> bool:
 
 
 class LoopPlan:
-    """The plan of the loop: the Variables that it is given, carries, adds up and joins."""
+    """The plan of the loop: the Variables that it is given, carries, adds up and joins.
+
+    Attributes:
+        given: what each micro-batch has of its own: the data that is cut, and its number if it is asked for.
+        turn: the Program of one micro-batch.
+        threaded: state of the micro-batch, what replaces it there, and what does in the whole Program.
+        sums: the results that are added up.
+        joined: those that are made of the values of all micro-batches.
+    """
 
     def __init__(self, whole: LoopCut, part: LoopCut, how: Accumulation) -> None:
         self.whole, self.part, self.how = whole, part, how
@@ -186,6 +194,7 @@ class LoopPlan:
         self.sums = tuple(r for r in found.values() if r.is_sum)
         self.joined = tuple(r for r in found.values() if not r.is_sum)
         self.turn = self._turn()
+        self.given = (*(v for v in self.turn.inputs if v.name in how.split), *self.numbers)
 
     @cached_property
     def before(self) -> Mapping[Variable, Variable]:
@@ -286,14 +295,11 @@ class LoopPlan:
 
     def run(self, env: Values) -> Values:
         """The values that the loop makes, from those it is given."""
-        cut = [v for v in self.turn.inputs if v.name in self.how.split]
-        pieces = [self.pieces(env[v], v) for v in cut]
-        weights = [x for v, x in zip(cut, pieces, strict=True) if v.name == self.how.weight]
-        scales = self.scales(*weights) if weights else None
-        pieces += [jnp.arange(self.how.steps, dtype=v.dtype) for v in self.numbers]
+        pieces = self.pieces(env)
+        scales = self.scales(pieces)
 
         def body(carry: Any, given: Any) -> tuple[Any, list[Any]]:
-            own = (*(old for old, *_ in self.threaded), *cut, *self.numbers)
+            own = (*(old for old, *_ in self.threaded), *self.given)
             mine = dict(zip(own, (*carry[0], *given[0]), strict=True))
             state, added, parts = self._one({**env, **mine}, given[1])
             sums = [total + x.astype(total.dtype) for total, x in zip(carry[1], added, strict=True)]
@@ -317,7 +323,15 @@ class LoopPlan:
         scaled = [self.scaled(x, scale) if r.is_weighed else x for r, x in pairs]
         return list(map(_strong, found[:count])), scaled[: len(self.sums)], scaled[len(self.sums) :]
 
-    def pieces(self, x: Any, v: Variable) -> Any:
+    def pieces(self, env: Values) -> list[Any]:
+        """What each micro-batch has of its own, as ``[steps, ...]``: its rows of the data, its number."""
+        steps = self.how.steps
+        return [
+            jnp.arange(steps, dtype=v.dtype) if v in self.numbers else self._rows(env[v], v)
+            for v in self.given
+        ]
+
+    def _rows(self, x: Any, v: Variable) -> Any:
         """An array over the batch as ``[steps, rows, ...]``, padded with examples of weight 0."""
         steps, rows = self.how.steps, v.shape[0]
         if steps * rows != x.shape[0]:
@@ -328,8 +342,12 @@ class LoopPlan:
                 x = jnp.where(counts, x, jnp.zeros((), x.dtype))
         return x.reshape(steps, rows, *x.shape[1:])
 
-    def scales(self, weights: Any) -> Any:
-        """The share of each micro-batch in the weights of all, of all devices."""
+    def scales(self, pieces: Sequence[Any]) -> Any:
+        """The share of each micro-batch in the weights of all, of all devices; None without weights."""
+        pairs = zip(self.given, pieces, strict=True)
+        weights = next((x for v, x in pairs if v.name == self.how.weight), None)
+        if weights is None:
+            return None
         loss, replicas = self.whole.program.loss, self.whole.program.replicas
         dtype = jnp.promote_types(weights.dtype, np.float32 if loss is None else loss.dtype)
         flat = weights.reshape(self.how.steps, -1)

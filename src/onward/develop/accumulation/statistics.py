@@ -18,10 +18,10 @@ import numpy as np
 from onward.core.builder import Builder
 from onward.core.errors import RecipeError
 from onward.core.graph import Origin
-from onward.core.marks import OF_WHOLE_BATCH, OWN_KEY
+from onward.core.marks import OF_WHOLE_BATCH, OWN_KEY, Mark
 from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
-from onward.core.walk import ancestors
+from onward.core.walk import ancestors, descendants
 from onward.core.words import Kind, Pass
 from onward.develop.over_batch.behind import behind, computed
 from onward.develop.over_batch.known import SAME, Following, Follows, How, Need
@@ -36,13 +36,13 @@ class StandIn:
     Attributes:
         op: the name of the op's first result.
         value: the name of the value.
-        factor: what is read, over the value of the micro-batch; None for the value of the whole batch, and of
-            a random key for the micro-batch's own.
+        read: ``OF_WHOLE_BATCH`` for its value in the whole batch, ``OWN_KEY`` for a random key of the
+            micro-batch's own, a number for as many times the value of the micro-batch.
     """
 
     op: str
     value: str
-    factor: float | None
+    read: Mark | float
 
 
 def made_of_data(program: Program) -> set[Variable]:
@@ -53,11 +53,7 @@ def made_of_data(program: Program) -> set[Variable]:
     >>> [op.type for op in found.ops if not made_of_data(found).isdisjoint(op.outputs)]
     ['reduce_sum']
     """
-    others = set(program.state)
-    for op in program.ops:
-        if not others.isdisjoint(op.inputs):
-            others.update(op.outputs)
-    return {*program.inputs, *program.constants, *(v for op in program.ops for v in op.outputs)} - others
+    return {*program.inputs, *program.constants, *computed(program)} - descendants(program, program.state)
 
 
 def _is_whole(follows: Follows) -> bool:
@@ -98,7 +94,7 @@ class KnownOfWhole:
         held, made = {v for op in after for v in op.outputs}, set(computed(part))
         return after, {v for op in after for v in op.inputs if v in made and v not in held}
 
-    def counting(self, following: Following) -> set[Op]:
+    def known_counts(self, following: Following) -> set[Op]:
         """The ops of known values with numbers in them that count the examples, such as n - 1."""
         return {op for op in following.numbers if self.values >= {*op.outputs}}
 
@@ -112,11 +108,14 @@ class KnownOfWhole:
         """
         told = following.reaching(part, part.outputs)
         needs = {(op, v): need for op, asked in told.needs.items() for v, need in asked.items()}
-        read = {v for op in self.counting(told) for v in op.outputs} | (told.constants.keys() & self.values)
+        read = {v for op in self.known_counts(told) for v in op.outputs} | (
+            told.constants.keys() & self.values
+        )
         needs |= {(op, v): Need(How.SAME) for op in part.ops if op.outputs for v in op.inputs if v in read}
         return tuple(
-            StandIn(op.outputs[0].name, v.name, None if v in self.values else float(steps) ** need.power)
+            StandIn(op.outputs[0].name, v.name, OF_WHOLE_BATCH if known else float(steps) ** need.power)
             for (op, v), need in needs.items()
+            for known in [v in self.values]
         )
 
 
@@ -124,7 +123,8 @@ def own_keys(part: Program, following: Following, split: Iterable[str]) -> tuple
     """Keys of their own for what micro-batches draw for their examples from a key that all of them have."""
     keys = in_common(part, {*part.next_state, *(v for v in part.inputs if v.name in set(split))})
     drawing = [op for op in part.ops if not following.drawn.isdisjoint(op.outputs)]
-    return tuple(StandIn(op.outputs[0].name, v.name, None) for op in drawing for v in op.inputs if v in keys)
+    pairs = [(op.outputs[0].name, v.name) for op in drawing for v in op.inputs if v in keys]
+    return tuple(StandIn(name, key, OWN_KEY) for name, key in pairs)
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def with_stand_ins(program: Program, given: tuple[StandIn, ...]) -> Program:
     """
     makers = [op for op in program.ops if op.outputs]
     places = {(op.outputs[0].name, v.name): (op, v) for op in makers for v in op.inputs}
-    needs = defaultdict[Op, dict[Variable, float | None]](dict)
+    needs = defaultdict[Op, dict[Variable, Mark | float]](dict)
     for one in given:
         if (place := places.get((one.op, one.value))) is None:
             raise RecipeError(
@@ -158,18 +158,18 @@ def with_stand_ins(program: Program, given: tuple[StandIn, ...]) -> Program:
                 f"others, without the op that makes {one.op!r} and reads something for the whole batch, a "
                 "statistic or a random key. Let it branch on no length of its data, or feed more examples."
             )
-        needs[place[0]][place[1]] = one.factor
+        needs[place[0]][place[1]] = one.read
     number = Variable(Names(program.variables).new("micro_batch"), (), np.dtype(np.int32), Kind.CONSTANT)
 
-    def read(builder: Builder, v: Variable, factor: float | None) -> Variable:
-        if factor is not None:
-            return times(builder, v, factor)
-        if v.is_key:
+    def read(builder: Builder, v: Variable, what: Mark | float) -> Variable:
+        if what is OWN_KEY:
             return builder.add(OWN_KEY, [v, number], [f"own({v.name})"], folded)[0]
-        return builder.behind(v, OF_WHOLE_BATCH, lambda x: [jnp.copy(x)])
+        if what is OF_WHOLE_BATCH:
+            return builder.behind(v, OF_WHOLE_BATCH, lambda x: [jnp.copy(x)])
+        return times(builder, v, float(what))
 
-    has_keys = any(v.is_key for asked in needs.values() for v in asked)
-    numbers = {number: np.int32(0)} if has_keys else None  # the loop counts
+    has_own = any(one.read is OWN_KEY for one in given)
+    numbers = {number: np.int32(0)} if has_own else None  # the loop counts
     return reading(program, needs, read, Pass.FORWARD, constants=numbers)
 
 

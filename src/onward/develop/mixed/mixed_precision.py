@@ -32,7 +32,7 @@ from onward.derive.update.update import append_update, optimizer_of
 from onward.develop.guard import guard
 from onward.develop.mixed.loss_scale import adjust_scale, scale_loss
 from onward.develop.mixed.products import Float8, is_test
-from onward.develop.mixed.roles import Lowering, kept_ops
+from onward.develop.mixed.roles import Lowering, kept_variables
 
 _DTYPES = ("bfloat16", "float16", "float8")
 _SCALINGS = ("current", "delayed")
@@ -61,9 +61,12 @@ def mixed_precision(
     Matrix products and convolutions take and give 16 bits (hardware adds up in float32). Elementwise ops,
     ops of shape and maxima follow what they read, parameters and numbers beside it included; next to a
     float32 activation they compute in float32. All else, such as exponentials, sums, norms' statistics,
-    softmax, losses, control flow and functions with a gradient rule of their own (but for relu), computes in
-    float32, and so does what only such ops read. A Variable is cast once, however often it is read. The
-    Program is traced and derived again; ``for_test`` of it computes in the same dtypes.
+    softmax, losses, branches, while loops and functions with a gradient rule of their own (but for relu),
+    computes in float32, and so does what only such ops read. What ``jax.checkpoint`` and ``scan`` run is
+    looked into: a loop carries a value in 16 bits where each turn is given it so and makes it so, and adds up
+    the gradient of a weight that all turns read in float32. A Variable is cast once, however often it is
+    read, in a loop once a turn. The Program is traced and derived again; ``for_test`` of it computes in the
+    same dtypes.
 
     In float16 small gradients would be 0, so the backward pass begins with ``loss_scale`` in place of 1:
     gradients are divided by it before anything reads them, a step in which they overflow is left out and
@@ -80,7 +83,7 @@ def mixed_precision(
         program: a Program that was traced, at any stage, replicated or not. For float16 it is minimized.
         dtype: ``"bfloat16"``, ``"float16"`` or ``"float8"``.
         keep: what stays in float32: names, patterns (``"head/*"``), Variables or predicates of activations,
-            for the ops that compute them, or of parameters, for the ops that read them.
+            for the ops that compute them, or of parameters and data, for the ops that read them.
         scale: the first ``loss_scale``; 2**15 unless given. Given for bfloat16, it is scaled as well.
         growth_every: after how many good steps in a row the scale grows.
         factor: by how much it grows and shrinks, above 1.
@@ -155,7 +158,7 @@ def lowered(program: Program, dtype: str, keep: tuple[Where, ...], float8: Float
             f"mixed_precision: {program.name!r} was loaded from {program.code.file}, in which every op has "
             "its dtype. Lower the precision of the Program before save."
         )
-    kept = kept_ops(program, keep, strict=not is_test(program))
+    kept = kept_variables(program, keep, strict=not is_test(program))
     return Lowering(program, np.dtype(jnp.dtype(_held_in(dtype))), kept, float8).program()
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -28,6 +28,7 @@ from onward.develop.mixed.float8 import (
     remembered,
     scale_of_history,
 )
+from onward.develop.mixed.within import is_run_with_gain
 
 
 @dataclass(frozen=True)
@@ -46,14 +47,28 @@ class Float8:
 
 
 class Float8Products:
-    """Adds float8 products to the ops of a walk, and the state that their scales need."""
+    """Adds float8 products to the ops of a walk, and the state that their scales need.
 
-    def __init__(self, program: Program, asked: Float8, names: Names, ops: list[Op]) -> None:
+    Attributes:
+        chosen: the products, and the ops that run some.
+        weights: the parameters that they are chosen by, in any layout.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        asked: Float8,
+        names: Names,
+        ops: list[Op],
+        given: Collection[Variable] | None = None,
+    ) -> None:
         self.builder = Builder(program)
         self.builder.names = names
-        self.ops, self.history = ops, asked.history
-        self.is_delayed = asked.scaling == "delayed" and not is_test(program)
-        self.chosen = chosen_products(program, asked.where)
+        self.asked, self.ops, self.history = asked, ops, asked.history
+        is_inner = given is not None  # no turn hands scales to the next
+        self.is_delayed = asked.scaling == "delayed" and not is_test(program) and not is_inner
+        found = chosen_products(program, asked.where) if given is None else _reading(program, given)
+        self.chosen, self.weights = found
         self.scales: dict[Variable, Variable] = {}
 
     def append(self, op: Op, body: Body, inputs: tuple[Variable, ...], outputs: tuple[Variable, ...]) -> None:
@@ -118,34 +133,39 @@ class Float8Products:
         return self.builder.program()
 
 
-def chosen_products(program: Program, where: Iterable[Where] | None) -> set[Op]:
+class ChosenProducts(NamedTuple):
+    """Products, the ops that run some among them, and the parameters by which they are chosen."""
+
+    ops: set[Op]
+    weights: set[Variable]
+
+
+def chosen_products(program: Program, where: Iterable[Where] | None) -> ChosenProducts:
     """The products that are asked for."""
     found = _hidden(program) if where is None else _named(program, where)
-    if not found and not is_test(program):
+    if not found.ops and not is_test(program):
         tried = "beside its last one" if where is None else f"among {where!r}"
         raise GraphError(
             f"mixed_precision: Program {program.name!r} has no product to take in float8 {tried}. Name the "
-            "results of products, or parameters that they read, by where=; '*' is all, the last included. "
-            "Products within a loop, such as scan, stay in float32: write the layers one by one, then "
-            "onward.roll."
+            "results of products, or parameters that they read, by where=; '*' is all, the last included."
         )
     return found
 
 
-def _hidden(program: Program) -> set[Op]:
+def _hidden(program: Program) -> ChosenProducts:
     """The products that read a parameter and that another product follows."""
+    all_of_them, leading = _reading(program, program.parameters), set[Variable]()
     found: set[Op] = set()
-    weights, leading = _laid_out(program, program.parameters), set[Variable]()
     for op in reversed(program.ops):
         follows = not leading.isdisjoint(op.outputs)
-        if _is_product(op) and follows and not weights.isdisjoint(op.inputs):
+        if op in all_of_them.ops and follows:
             found.add(op)
         if follows or any(of(name).is_product for name in op.body.primitives):
             leading.update(op.inputs)
-    return found
+    return ChosenProducts(found, all_of_them.weights)
 
 
-def _named(program: Program, where: Iterable[Where]) -> set[Op]:
+def _named(program: Program, where: Iterable[Where]) -> ChosenProducts:
     """The products that compute what is chosen, or that read a chosen parameter."""
     chosen: set[Variable] = set()
     for choice in where:
@@ -154,12 +174,16 @@ def _named(program: Program, where: Iterable[Where]) -> set[Op]:
         except UnknownNameError:
             if not is_test(program):
                 raise
-    weights = _laid_out(program, chosen.intersection(program.state))
-    return {
-        op
-        for op in program.ops
-        if _is_product(op) and not (chosen.isdisjoint(op.outputs) and weights.isdisjoint(op.inputs))
-    }
+    computing = {op for op in program.ops if _is_product(op) and not chosen.isdisjoint(op.outputs)}
+    reading = _reading(program, chosen.intersection(program.state))
+    return ChosenProducts(computing | reading.ops, reading.weights)
+
+
+def _reading(program: Program, parameters: Iterable[Variable]) -> ChosenProducts:
+    """The products that read these."""
+    weights = _laid_out(program, parameters)
+    ops = (op for op in program.ops if _is_product(op) or is_run_with_gain(op))
+    return ChosenProducts({op for op in ops if not weights.isdisjoint(op.inputs)}, weights)
 
 
 def _laid_out(program: Program, parameters: Iterable[Variable]) -> set[Variable]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -22,50 +22,98 @@ from onward.core.program import Op, Program, Variable
 from onward.core.walk import Where, consumers, producers, select
 from onward.core.words import Kind, Pass
 from onward.develop.mixed.products import Float8, Float8Products
+from onward.develop.mixed.within import InputReading, is_run_with_gain, lowered_run
 
 _FULL = np.dtype(np.float32)
 
 
 class Lowering:
-    """One walk over the ops: ``low`` and ``full`` hold each float32 Variable as it was asked for so far."""
+    """One walk over the ops: ``low`` and ``full`` hold each float32 Variable as it was asked for so far.
+
+    Args:
+        program: a forward Program, or what an op of one runs.
+        dtype: the low one.
+        kept: the activations, and what is given, whose ops compute in float32.
+        float8: which products are taken in float8.
+        readings: of what an op runs, how each input is read; its results are handed out as they are computed.
+    """
 
     def __init__(
-        self, program: Program, dtype: np.dtype[Any], kept: set[Op], float8: Float8 | None = None
+        self,
+        program: Program,
+        dtype: np.dtype[Any],
+        kept: Collection[Variable] = (),
+        float8: Float8 | None = None,
+        readings: Mapping[Variable, InputReading] | None = None,
     ) -> None:
-        self.source, self.dtype, self.kept = program, dtype, kept
+        self.source, self.dtype = program, dtype
         self.names = Names(program.variables)
-        self.returned = {*program.outputs, *program.next_state.values()}
+        self.is_inner = readings is not None
+        self.readings = readings or {}
+        self.returned = set[Variable]() if self.is_inner else {*program.outputs, *program.next_state.values()}
         self.made = producers(program)
+        self.kept = {v for v in kept if v in self.made}
+        self.kept_given = {v for v in kept if v not in self.made}
+        self.kept_given |= {v for v, reading in self.readings.items() if reading.is_kept}
         self.low: dict[Variable, Variable] = {}
         self.full: dict[Variable, Variable] = {}
         self.computed_low: set[Variable] = set()
         self.bodies: dict[Any, Body | None] = {}
         self.ops: list[Op] = []
-        self.products = Float8Products(program, float8, self.names, self.ops) if float8 else None
+        chosen = [v for v, reading in self.readings.items() if reading.is_chosen]
+        given = chosen if self.is_inner else None
+        self.products = Float8Products(program, float8, self.names, self.ops, given) if float8 else None
         self.wide = self.only_read_wide()
+        self.is_changed = False
+        for v, reading in self.readings.items():
+            if reading.is_low:
+                self.lowered(v)
 
     def program(self) -> Program:
         """The Program with every op in the dtype of its role."""
         for op in self.source.ops:
             if self.is_low(op):
                 self.append_low(op)
-            else:
+            elif not self.append_run(op):
                 self.append_full(op)
-        return self.products.program() if self.products else replace(self.source, ops=tuple(self.ops))
+        if self.products and not self.is_inner:
+            return self.products.program()
+        return replace(self.source, ops=tuple(self.ops))
+
+    def inner_program(self) -> Program | None:
+        """What an op runs, its inputs and outputs of the dtype that they are read and computed in."""
+        program = self.program()
+        if not self.is_changed:
+            return None
+        inputs, outputs = (
+            tuple(self.low[v] if v in self.computed_low else v for v in group)
+            for group in (program.inputs, program.outputs)
+        )
+        return replace(program, inputs=inputs, outputs=outputs)
 
     def only_read_wide(self) -> set[Op]:
         """The ops that follow what they read, and whose results only ops read that compute in float32."""
         readers = consumers(self.source)
+        handed_on = {*self.source.outputs} if self.is_inner else set[Variable]()
         wide: set[Op] = set()
         for op in reversed(self.source.ops):
             after = [reader for v in op.outputs for reader in readers.get(v, ())]
-            if not _gains(op) and all(r in wide or not self.may_be_low(r) for r in after):
+            is_read_low = any(r not in wide and (self.enters(r) or self.may_be_low(r)) for r in after)
+            if not (_gains(op) or self.enters(op) or is_read_low) and handed_on.isdisjoint(op.outputs):
                 wide.add(op)
         return wide
 
+    def is_kept(self, op: Op) -> bool:
+        """Whether an op stays in float32 because of what it computes or reads."""
+        return not (self.kept.isdisjoint(op.outputs) and self.kept_given.isdisjoint(op.inputs))
+
+    def enters(self, op: Op) -> bool:
+        """Whether an op runs something that is lowered, with what is kept left out in there."""
+        return op.made_by is Pass.FORWARD and self.kept.isdisjoint(op.outputs) and is_run_with_gain(op)
+
     def may_be_low(self, op: Op) -> bool:
         """Whether the role of an op lets it compute in the low dtype."""
-        if op in self.kept or op.made_by is not Pass.FORWARD or not _is_real(op):
+        if self.is_kept(op) or op.made_by is not Pass.FORWARD or not _is_real(op):
             return False
         row = op.primitive
         if row.precision is Precision.FULL:
@@ -88,7 +136,8 @@ class Lowering:
         """Whether a value gives way to those beside it: a parameter or a number, however it is laid out."""
         op = self.made.get(v)
         if op is None:
-            return v.kind in (Kind.PARAMETER, Kind.FROZEN)
+            is_known_so = v in self.readings and self.readings[v].is_pliant
+            return is_known_so or v.kind in (Kind.PARAMETER, Kind.FROZEN)
         row = op.primitive
         is_layout = row.lays_out and row.precision is Precision.FOLLOWS
         return is_layout and self.body(op) is not None and all(map(self.is_pliant, op.inputs))
@@ -105,8 +154,38 @@ class Lowering:
         read = tuple(self.as_full(v, op) for v in op.inputs)
         self.ops.append(op if read == op.inputs else replace(op, inputs=read))
 
+    def append_run(self, op: Op) -> bool:
+        """Add an op with what it runs in the low dtype; False if nothing of that is."""
+        if not self.enters(op):
+            return False
+        found = lowered_run(op, [self.reading(v, op) for v in op.inputs], self.dtype, self.lower_inner)
+        if found is None:
+            return False
+        self.is_changed = True
+        pairs = zip(op.inputs, found.reads, strict=True)
+        inputs = tuple(self.low[v] if is_low else self.as_full(v, op) for v, is_low in pairs)
+        outputs = tuple(
+            self.lowered(v) if is_low else v for v, is_low in zip(op.outputs, found.gives, strict=True)
+        )
+        self.ops.append(replace(op, inputs=inputs, outputs=outputs, body=found.body))
+        self.return_full(op)
+        return True
+
+    def reading(self, v: Variable, op: Op) -> InputReading:
+        """How what an op runs is to read a Variable."""
+        is_pliant = v.dtype == _FULL and v not in self.computed_low and self.is_pliant(v)
+        products = self.products
+        is_chosen = products is not None and op in products.chosen and v in products.weights
+        return InputReading(v in self.computed_low, is_pliant, v in self.kept_given, is_chosen)
+
+    def lower_inner(self, program: Program, readings: Mapping[Variable, InputReading]) -> Program | None:
+        """What an op runs, lowered; None if nothing of it is."""
+        float8 = self.products.asked if self.products else None
+        return Lowering(program, self.dtype, float8=float8, readings=readings).inner_program()
+
     def append_low(self, op: Op) -> None:
         """Add an op that reads and gives the low dtype; what is returned of that is cast up."""
+        self.is_changed = True
         if _is_relu(op):
             self.append_cast_back(op)
             return
@@ -169,8 +248,8 @@ class Lowering:
         return new
 
 
-def kept_ops(program: Program, keep: Iterable[Where], strict: bool) -> set[Op]:
-    """The ops that compute the chosen activations or read the chosen parameters.
+def kept_variables(program: Program, keep: Iterable[Where], strict: bool) -> set[Variable]:
+    """The chosen activations, parameters and data.
 
     Unless ``strict``, a choice may pick nothing: a test Program lacks some of what is trained.
     """
@@ -181,8 +260,7 @@ def kept_ops(program: Program, keep: Iterable[Where], strict: bool) -> set[Op]:
         except UnknownNameError:
             if strict:
                 raise
-    given = chosen.intersection(program.state)
-    return {op for op in program.ops if not chosen.isdisjoint(op.outputs) or not given.isdisjoint(op.inputs)}
+    return chosen
 
 
 def _gains(op: Op) -> bool:

@@ -56,27 +56,29 @@ class FromParts:
         self.part, self.rows, self.split, self.results = part, rows, split, results
         self.apart: dict[str, str] = {}
         self.found = dict.fromkeys(results.values(), _PLAIN)
-        self._after = set[Op]()
+        self._after, self._made = set[Op](), set[Variable]()
         if whole is not None and following is not None:
             self._after = behind(whole, part, following, (), lambda f: f.kind not in (How.OWN, How.ROWS))
-            left, made = following.without(self._after), self._made
-            told = {name: _apart(part, left, v, made) for name, v in results.items()}
+            self._made = {v for op in self._after for v in op.outputs}
+            left = following.without(self._after)
+            told = {name: _apart(part, left, v, self._made) for name, v in results.items()}
             self.apart = {name: why for name, why in told.items() if why}
-            own = [v for name, v in results.items() if name in self.apart or v not in made]
-            plain = {results[name] for name in self.apart}
-            handed = dict.fromkeys([*own, *self._read(results.values())])
-            self.found = {v: _PLAIN if v in plain else following.found[v] for v in handed}
+            own = [v for v in results.values() if v not in self._computed]
+            handed = (*own, *self._read(results.values()))
+            averaged = {results[name] for name in self.apart}
+            self.found = {v: _PLAIN if v in averaged else following.found[v] for v in handed}
         self.program = prune(part, list(dict.fromkeys([*results.values(), *self.found])))
 
     @property
-    def _made(self) -> set[Variable]:
-        """The values that are computed of those of all parts."""
-        return {v for op in self._after for v in op.outputs}
+    def _computed(self) -> list[Variable]:
+        """The results that are computed of the values of all parts."""
+        averaged = {self.results[name] for name in self.apart}
+        return [v for v in dict.fromkeys(self.results.values()) if v in self._made and v not in averaged]
 
     def _read(self, wanted: Iterable[Variable]) -> list[Variable]:
         """The values of a part that the ops behind read to compute these."""
-        needed, made = ancestors(self.part, list(wanted)), self._made
-        kept = {*self.part.state, *self.part.constants, *made}
+        needed = ancestors(self.part, list(wanted))
+        kept = {*self.part.state, *self.part.constants, *self._made}
         ops = [op for op in self.part.ops if op in self._after and not needed.isdisjoint(op.outputs)]
         return [v for op in ops for v in op.inputs if v not in kept]
 
@@ -89,8 +91,7 @@ class FromParts:
         Raises:
             RecipeError: for so many examples the function computes other ops.
         """
-        plain = {self.results[name] for name in self.apart}
-        wanted = [v for v in dict.fromkeys(self.results.values()) if v in self._made and v not in plain]
+        wanted = self._computed
         if not wanted:
             return None
         if not self.is_alike(rows):

@@ -12,17 +12,15 @@ import jax
 
 from onward.core.primitives.table import of
 from onward.core.program import Op, Program, Variable
-from onward.develop.over_batch.within import calls_in, shapes
+from onward.core.walk import descendants
 
 
 def draws_for_examples(op: Op, whole: Op) -> bool:
     """Whether an op of a part draws fewer numbers from a key than the same op of the whole batch."""
     if not any(v.is_key for v in op.inputs):
         return False
-    pairs = zip(calls_in(op.body), calls_in(whole.body), strict=False)
-    return any(
-        of(mine.primitive).draws and shapes(mine.results) != shapes(theirs.results) for mine, theirs in pairs
-    )
+    pairs = zip(op.body.calls_within, whole.body.calls_within, strict=False)
+    return any(of(mine.primitive).draws and mine.results != theirs.results for mine, theirs in pairs)
 
 
 def folded(keys: Any, number: Any) -> list[Any]:
@@ -32,9 +30,4 @@ def folded(keys: Any, number: Any) -> list[Any]:
 
 def in_common(program: Program, apart: set[Variable]) -> set[Variable]:
     """The keys that all parts have, where these Variables differ from part to part."""
-    differing = set(apart)
-    for op in program.ops:
-        if not differing.isdisjoint(op.inputs):
-            differing.update(op.outputs)
-    keys = {v for op in program.ops for v in op.inputs if v.is_key}
-    return keys - differing
+    return {v for op in program.ops for v in op.inputs if v.is_key} - descendants(program, apart)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import starmap
 
@@ -155,20 +155,6 @@ def _joined(before: Follows, after: Follows) -> Follows | None:
 def _ends_within(mine: Body, theirs: Body) -> bool:
     """Whether an equation somewhere in it reads what is longer in the whole, and gives what is not."""
     return any(
-        shapes(a.operands) != shapes(b.operands) and shapes(a.results) == shapes(b.results)
-        for a, b in zip(calls_in(mine), calls_in(theirs), strict=False)
+        a.operands != b.operands and a.results == b.results
+        for a, b in zip(mine.calls_within, theirs.calls_within, strict=False)
     )
-
-
-def shapes(types: Sequence[object]) -> list[object]:
-    """The shapes of these types."""
-    return [getattr(t, "shape", ()) for t in types]
-
-
-def calls_in(body: Body) -> Iterator[Call]:
-    """The equations of a Body, however deep."""
-    for call in body.calls:
-        yield call
-        for bodies in call.inner.values():
-            for inner in bodies:
-                yield from calls_in(inner)

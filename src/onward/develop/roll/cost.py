@@ -29,6 +29,7 @@ from dataclasses import dataclass, replace
 import jax
 
 from onward.core.check import expect_program
+from onward.core.primitives.table import of
 from onward.core.program import Program
 from onward.develop.roll.find import GIVEN_UP, find_runs
 from onward.develop.roll.forward import forward_ops
@@ -53,8 +54,8 @@ class Verdict:
 def worth_rolling(program: Program) -> Verdict:
     """Whether ``roll`` gains from a Program, as far as its ops tell; nothing is traced.
 
-    Worth a loop are layers that repeat 12 times or more and save 200 ops or more, without convolutions if a
-    CPU is to run them.
+    Worth a loop are layers that repeat 12 times or more and save 200 equations or more, those that an op such
+    as ``jax.checkpoint`` runs among them, without convolutions if a CPU is to run them.
 
     Args:
         program: a Program at any stage.
@@ -91,7 +92,8 @@ def verdict_on(run: LayerRun) -> Verdict:
         return Verdict(False, f"{words}: they compute single numbers")
     if run.saved < _LEAST_SAVED:
         return Verdict(False, f"{words}: so few ops gain too little from a loop")
-    if jax.default_backend() == "cpu" and any(op.primitive.is_slow_in_loop for op in run.layers[0]):
+    within = {name for op in run.layers[0] for name in op.body.primitives}
+    if jax.default_backend() == "cpu" and any(of(name).is_slow_in_loop for name in within):
         return Verdict(False, f"{words}: a convolution is slow within a loop on a CPU")
     return Verdict(True, f"{words}")
 

@@ -51,12 +51,12 @@ class FoundRuns:
 
     @property
     def saved(self) -> int:
-        """How many ops fewer there are with loops."""
+        """How many equations fewer there are with loops."""
         return sum(run.saved for run in self.runs)
 
 
 def find_runs(line: OpLine, accepts: Accepts = lambda run: True) -> FoundRuns:
-    """The runs of a line that do not overlap, taken in the order of how many ops each saves.
+    """The runs of a line that do not overlap, taken in the order of how many equations each saves.
 
     The line is compared several times, more and more of the ops left out that seldom occur: these may stand
     among layers without being part of one.
@@ -69,7 +69,7 @@ def find_runs(line: OpLine, accepts: Accepts = lambda run: True) -> FoundRuns:
         kept = [
             i for i, n in enumerate(numbers) if counts[n] >= least or (n < 0 and line.ops[i].body.has_effects)
         ]
-        if best is not None and (len(kept) == before or best.saved > _NEARLY_ALL * len(kept)):
+        if best is not None and (len(kept) == before or best.saved > _NEARLY_ALL * line.sizes[kept].sum()):
             continue
         before = len(kept)
         found = _RunSearch(line, np.array(kept, np.int64), accepts).found()
@@ -96,6 +96,7 @@ class _RunSearch:
     def __init__(self, line: OpLine, kept: Numbers, accepts: Accepts) -> None:
         self.line, self.kept, self.accepts = line, kept, accepts
         self.numbers = line.numbers[kept]
+        self.size_before = np.concatenate([[0], np.cumsum(line.sizes[kept])])
         self.used = np.zeros(len(kept), bool)
         self.heap: list[_Candidate] = []
         self.tickets = count()
@@ -131,7 +132,8 @@ class _RunSearch:
 
     def push(self, begin: int, end: int, period: int, run: LayerRun | None = None) -> None:
         """Note that layers may lie here, or that they do."""
-        saved = ((end - begin) // period - 1) * period
+        layer = int(self.size_before[begin + period] - self.size_before[begin])
+        saved = ((end - begin) // period - 1) * layer
         if saved >= _LEAST_SAVED:
             heappush(self.heap, _Candidate(-saved, next(self.tickets), begin, end, period, run))
 

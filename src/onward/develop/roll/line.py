@@ -28,10 +28,12 @@ class OpLine:
     """The ops in order, a number for what each computes, and what is read of them outside of the ops.
 
     A number below 0 is that of an op which belongs to no layer: one with effects, or one that is to stay.
+    ``sizes`` tells how many equations each op has, those of functions that it runs among them.
     """
 
     ops: tuple[Op, ...]
     numbers: Numbers
+    sizes: Numbers
     returned: frozenset[Variable]
 
 
@@ -54,7 +56,8 @@ def line_of(program: Program, returned: frozenset[Variable], apart: frozenset[Va
         else:
             is_apart = _moves_on(op, following) and not any(v in readers for v in op.outputs)
             keys.append(known.setdefault((op.type, _computes(op), is_apart), len(known)))
-    return OpLine(ops, np.array(keys, np.int64), returned)
+    sizes = np.array([op.body.size for op in ops], np.int64)
+    return OpLine(ops, np.array(keys, np.int64), sizes, returned)
 
 
 def returned_by(program: Program) -> frozenset[Variable]:

@@ -40,8 +40,8 @@ def _by_types(line: OpLine) -> str:
     found = (
         (end - begin - period, period, begin)
         for period in periods(numbers)
-        if period > 1
         for begin, end in stretches(numbers, period)
+        if period > 1 or line.sizes[begin] > 1
     )
     length, period, begin = max(found, default=(0, 0, 0))
     if not length:

@@ -129,11 +129,12 @@ class Rolled:
 
     def __str__(self) -> str:
         of = f" of {self.scope}" if self.scope else ""
-        s = "" if self.parameters == 1 else "s"
-        return (
-            f"{self.times} layers of {self.ops} ops{of} in one loop, {self.parameters} parameter{s} of each "
-            "stacked"
-        )
+        ops, parameters = _counted(self.ops, "op"), _counted(self.parameters, "parameter")
+        return f"{self.times} layers of {ops}{of} in one loop, {parameters} of each stacked"
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def rolls_of(program: Program) -> tuple[Rolled, ...]:

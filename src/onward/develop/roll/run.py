@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 
 from onward.core.program import Op, Variable
 from onward.core.words import Kind
@@ -62,10 +63,10 @@ class LayerRun:
         """How many ops a layer has."""
         return len(self.reads)
 
-    @property
+    @cached_property
     def saved(self) -> int:
-        """How many ops fewer the Program has if they are one loop."""
-        return (self.times - 1) * self.period
+        """How many equations fewer there are to compile if they are one loop."""
+        return sum(op.body.size for layer in self.layers[1:] for op in layer)
 
     @property
     def is_chain(self) -> bool:
