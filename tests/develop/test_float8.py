@@ -229,6 +229,49 @@ def test_a_rolled_network_is_the_same(scaling):
         np.testing.assert_allclose(*(np.asarray(s[v.name]) for s in states), atol=2e-3, err_msg=v.name)
 
 
+LAYERED = {"layers": 0.2 * RNG.normal(size=(3, 16, 16)).astype("float32"), "c": WEIGHTS["c"]}
+
+
+def layered(form):
+    """Layers one by one, checkpointed, or in a loop, before a head."""
+
+    def loss(w, x, y):
+        if form == "scan":
+            x, _ = jax.lax.scan(lambda x, p: (jax.nn.relu(x @ p), None), x, w["layers"])
+        else:
+            layer = jax.checkpoint(lambda x, p: jax.nn.relu(x @ p))
+            for i in range(3):
+                x = (layer if form == "checkpoint" else layer.__wrapped__)(x, w["layers"][i])
+        return jnp.mean((x @ w["c"] - y) ** 2)
+
+    return loss
+
+
+@pytest.mark.parametrize("form", ["checkpoint", "scan"])
+def test_within_checkpoint_and_loops_it_is_the_same(form):
+    """By the tensor at hand, whichever scaling is asked for: no turn hands scales to the next."""
+    expected, found, delayed = (
+        minimized(layered(form), LAYERED, scaling=scaling)
+        for form, scaling in (("", None), (form, None), (form, "delayed"))
+    )
+    assert not [v.name for v in delayed.state if v.name.startswith("largest_of")]
+    losses = []
+    for program in (expected, found, delayed):
+        step = ow.compile(program, roll=False)
+        state, _ = step(step.init(LAYERED), X, Y)
+        losses.append(float(step(state, X, Y)[1].loss))
+    np.testing.assert_allclose(losses[1:], losses[0], rtol=0.02)
+    products = [
+        [str(v.dtype) for v in call.operands]
+        for op in found.ops
+        if op.made_by is ow.Pass.FORWARD
+        for call in op.body.calls_within
+        if call.primitive == "dot_general"
+    ]
+    assert products.count(["float8_e4m3fn"] * 2) == (3 if form == "checkpoint" else 1)
+    assert products.count(["bfloat16"] * 2) == 1  # the head
+
+
 def test_a_model_of_equinox():
     model = equinox.nn.MLP(16, 4, 32, 2, key=jax.random.key(0))
 
@@ -255,8 +298,8 @@ def test_training_reaches_what_bfloat16_reaches(scaling):
     assert reached[1] < 1.2 * reached[0] + 0.01
 
 
-def scanned(w, x, y):
-    x, _ = jax.lax.scan(lambda x, p: (jnp.tanh(x @ p), None), x, w["layers"])
+def branching(w, x, y):
+    x = jax.lax.cond(x[0, 0] > 0, lambda x: jnp.tanh(x @ w["hidden"]), jnp.tanh, x)
     return jnp.mean((x @ w["head"] - y) ** 2)
 
 
@@ -276,10 +319,10 @@ WRONG = {
     "no history": (lambda: minimized(history=4), ow.ArgumentError, "history is for scaling="),
     "history": (lambda: minimized(scaling="delayed", history=0), ow.HyperparameterError, "history"),
     "name": (lambda: minimized(where="nothing"), ow.UnknownNameError, "nothing"),
-    "scan": (
-        lambda: minimized(scanned, {"layers": np.ones((3, 16, 16), "float32"), "head": WEIGHTS["c"]}),
+    "branches": (
+        lambda: minimized(branching, {"hidden": np.ones((16, 16), "float32"), "head": WEIGHTS["c"]}),
         ow.GraphError,
-        "within a loop",
+        "no product to take in float8 beside its last one",
     ),
     "second derivative": (second, ow.GraphError, "8 bits"),
     "other float8": (

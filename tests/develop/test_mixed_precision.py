@@ -419,6 +419,170 @@ def test_float64_is_not_lowered_and_told():
             mixed_precision(program)
 
 
+@jax.custom_vjp
+def by_own_rule(a, b):
+    return a @ b
+
+
+by_own_rule.defvjp(lambda a, b: (a @ b, (a, b)), lambda kept, g: (g @ kept[1].T, kept[0].T @ g))
+OUT_OF_REACH = {
+    "cond": lambda w, x: jnp.mean(jax.lax.cond(x[0, 0] > 0, lambda h: h @ w, jnp.sin, x)),
+    "by_own_rule": lambda w, x: jnp.mean(by_own_rule(x, w)),
+}
+
+
+@pytest.mark.parametrize("op", OUT_OF_REACH)
+def test_products_that_stay_in_float32_are_told(op):
+    program = ow.trace(OUT_OF_REACH[op], jnp.ones((6, 6)), X)
+    with pytest.warns(UserWarning, match=rf"products stand in what {op} at test_mixed_precision.py:\d+ runs"):
+        mixed_precision(program)
+    mixed_precision(program, keep="*")  # as it was asked for
+    mixed_precision(ow.trace(lambda w, x: jnp.mean(x * w), jnp.ones(6), X))  # there is none
+
+
+# ------------------------------------------------------------------------- within checkpoint and loops
+
+
+def block(layer, h):
+    normed = (h - h.mean(-1, keepdims=True)) * jax.lax.rsqrt(jnp.var(h, -1, keepdims=True) + 1e-5)
+    return h + jax.nn.relu(normed @ layer["up"]) @ layer["down"]
+
+
+LAYERS = {
+    "up": RNG.normal(size=(3, 6, 8), scale=0.4).astype("float32"),
+    "down": RNG.normal(size=(3, 8, 6), scale=0.4).astype("float32"),
+}
+DEEP = {"in": RNG.normal(size=(6, 6), scale=0.4).astype("float32"), "layers": LAYERS}
+
+
+def one_by_one(form):
+    def stack(layers, h):
+        for i in range(3):
+            h = form(block)(jax.tree.map(lambda w, i=i: w[i], layers), h)
+        return h
+
+    return stack
+
+
+def in_a_scan(form):
+    return lambda layers, h: jax.lax.scan(lambda h, w: (form(block)(w, h), None), h, layers)[0]
+
+
+def as_it_is(f):
+    return f
+
+
+SAVED = jax.checkpoint_policies.dots_saveable
+STACKS = {
+    "checkpoint": one_by_one(jax.checkpoint),
+    "checkpoint with a policy": one_by_one(lambda f: jax.checkpoint(f, policy=SAVED)),
+    "scan": in_a_scan(as_it_is),
+    "scan of checkpoints": in_a_scan(jax.checkpoint),
+    "checkpointed scan": lambda layers, h: jax.checkpoint(in_a_scan(as_it_is))(layers, h),
+    "reversed": lambda layers, h: jax.lax.scan(
+        lambda h, w: (block(w, h), None), h, jax.tree.map(lambda w: w[::-1], layers), reverse=True
+    )[0],
+    "scan of scans": lambda layers, h: jax.lax.scan(
+        lambda h, w: (jax.lax.fori_loop(0, 1, lambda _, h: block(w, h), h), None), h, layers
+    )[0],
+}
+
+
+def deep(stack):
+    def loss(w, x, labels):
+        h = stack(w["layers"], x @ w["in"])
+        return -jnp.mean(jnp.sum(jax.nn.log_softmax(h) * jax.nn.one_hot(labels, 6), 1))
+
+    return ow.SGD(1.0).minimize(loss, DEEP, X, LABELS)
+
+
+def operands_of_products(program):
+    """The dtypes that products read, however deep."""
+    return {
+        str(v.dtype)
+        for op in program.ops
+        for call in op.body.calls_within
+        if call.primitive == "dot_general"
+        for v in call.operands
+    }
+
+
+@cache
+def one_step(name):
+    """The loss and the gradients of layers, one by one or as this stack has them, in bfloat16."""
+    program = mixed_precision(deep(one_by_one(as_it_is) if name == "" else STACKS[name]))
+    step = ow.compile(program)
+    state, out = step(step.init(DEEP), X, LABELS)
+    moved = jax.tree.map(lambda new, old: old - np.asarray(new), state.parameters, DEEP)
+    return float(out.loss), moved, program
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_what_checkpoint_and_loops_run_is_computed_as_without_them(name):
+    loss, gradients, program = one_step(name)
+    assert operands_of_products(program) == {"bfloat16"}
+    given = {str(op.outputs[0].dtype) for op in program.ops if op.type in ("remat2", "scan")}
+    assert given == {"bfloat16"}  # as the first layer reads it
+    expected, theirs, _ = one_step("")
+    np.testing.assert_allclose(loss, expected, rtol=2 * MACHINE["bfloat16"])
+    for found, wanted in zip(jax.tree.leaves(gradients), jax.tree.leaves(theirs), strict=True):
+        assert found.dtype == np.float32
+        np.testing.assert_allclose(found, wanted, atol=8 * MACHINE["bfloat16"] * np.abs(wanted).max())
+
+
+CARRIES = {
+    "in float32 before the loop": (lambda h, w: h + h @ w, lambda x, w: x, "float32"),
+    "made in float32 by each turn": (lambda h, w: jnp.exp(-((h @ w) ** 2)), lambda x, w: x @ w, "float32"),
+    "made in bfloat16 of float32": (lambda h, w: h @ w, lambda x, w: x, "float32"),
+    "in bfloat16 all the way": (lambda h, w: h @ w, lambda x, w: x @ w, "bfloat16"),
+}
+
+
+@pytest.mark.parametrize("name", CARRIES)
+def test_a_loop_carries_what_each_turn_is_given_and_makes(name):
+    """And the gradient of a weight that all turns read is added up in float32."""
+    turn, begin, dtype = CARRIES[name]
+
+    def loss(w, x):
+        h, _ = jax.lax.scan(lambda h, _: (turn(h, w), h.sum()), begin(x, w), None, 4)
+        return jnp.mean(h.astype(jnp.float32) ** 2)
+
+    program = ow.SGD(1.0).minimize(loss, 0.3 * DEEP["in"], X)
+    low = mixed_precision(program)
+    [loop] = [op for op in low.ops if op.type == "scan"]
+    assert str(loop.outputs[0].dtype) == dtype
+    assert operands_of_products(low) == {"bfloat16"}
+    [back] = [op for op in low.ops if op.type == "scan_grad"]
+    sums = [v.dtype for call in back.body.calls_within for v in call.results if v.shape == (6, 6)]
+    assert jnp.float32 in sums  # of the turns'
+    (value, slope), (theirs, wanted) = (
+        (out.loss, 0.3 * DEEP["in"] - np.asarray(state.parameters))
+        for step in map(ow.compile, (low, program))
+        for state, out in [step(step.init(0.3 * DEEP["in"]), X)]
+    )
+    np.testing.assert_allclose(value, theirs, rtol=16 * MACHINE["bfloat16"])
+    np.testing.assert_allclose(slope, wanted, atol=16 * MACHINE["bfloat16"] * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "scan", "checkpointed scan"])
+def test_a_parameter_is_kept_within_too(name):
+    def alone(w, x):
+        return jnp.mean(jax.checkpoint(block)(w["layers"], x @ w["in"]))
+
+    one = DEEP | {"layers": {name: w[0] for name, w in LAYERS.items()}}
+    program = deep(STACKS[name]) if name != "checkpoint" else ow.trace(alone, one, X)
+    program = mixed_precision(program, keep="*/down")
+    kept = [
+        (v.shape[-2:], str(v.dtype))
+        for op in program.ops
+        if op.made_by is ow.Pass.FORWARD
+        for call in op.body.calls_within
+        if call.primitive == "dot_general"
+        for v in call.operands[1:]
+    ]
+    assert set(kept) == {((6, 6), "bfloat16"), ((6, 8), "bfloat16"), ((8, 6), "float32")}
+
+
 def test_bfloat16_can_be_guarded():
     step = ow.compile(mixed_precision(guard(a_program())))
     state, _ = step(step.init(WEIGHTS), X * np.float32(np.inf), LABELS)

@@ -439,6 +439,21 @@ def test_layers_of_other_widths_are_told_by_op_line_and_types():
         roll(ow.trace(pyramid, weights, X))
 
 
+def test_layers_that_are_one_op_each_are_told_by_it():
+    block = jax.checkpoint(lambda w, x: jnp.tanh(x @ w))
+    weights = [jnp.ones((a, b)) for a, b in ((6, 5), (5, 4), (4, 3))]
+
+    def pyramid(params, x):
+        for w in params:
+            x = block(w, x)
+        return x.sum()
+
+    with pytest.raises(
+        GraphError, match=r"Nearest comes 1 op that follows itself 3 times, but .*float32\[5,4\]"
+    ):
+        roll(ow.trace(pyramid, weights, X))
+
+
 def test_a_gradient_within_a_layer_cannot_be_kept():
     with pytest.raises(GraphError, match=r"'grad\(tanh_1\)' is computed within layers"):
         roll(minimized(), keep=["grad(tanh_1)"])
@@ -466,12 +481,38 @@ def test_many_layers_are_worth_a_loop_and_few_are_not():
     assert not worth_rolling(ow.trace(lambda w: jnp.sum(w), jnp.ones(3)))
 
 
-def test_convolutions_are_not_worth_a_loop_on_a_cpu():
+def test_layers_that_are_one_op_are_worth_what_they_run():
+    """Twelve layers of one checkpoint each, in which there is enough to gain; and of one op that is all."""
+
+    def blocks(w, x):
+        for row in w:
+            for _ in range(4):
+                x = x + jnp.tanh(x * row) * jax.lax.rsqrt(1 + x * x)
+        return x
+
+    def deep(block, w, x):
+        for _ in range(12):
+            x = block(w, x)
+        return jnp.sum(x)
+
+    w, x = jnp.ones((2, 3)), jnp.ones(3)
+    of_blocks, of_ops = (
+        worth_rolling(ow.trace(lambda w, x, block=block: deep(block, w, x), w, x))
+        for block in (jax.checkpoint(blocks), lambda w, x: jnp.tanh(x))
+    )
+    assert of_blocks
+    assert of_blocks.reason == "12 layers of 1 op"
+    assert of_ops.reason == "12 layers of 1 op: so few ops gain too little from a loop"
+
+
+@pytest.mark.parametrize("form", [lambda f: f, jax.checkpoint], ids=["as they are", "checkpointed"])
+def test_convolutions_are_not_worth_a_loop_on_a_cpu(form):
     def convolved(kernels, x):
         for kernel in kernels:
-            x = x + jax.lax.conv(x, kernel, (1, 1), "SAME")
+            x = form(lambda x, k: x + jax.lax.conv(x, k, (1, 1), "SAME"))(x, kernel)
         return jnp.mean(x)
 
     program = ow.trace(convolved, [jnp.ones((2, 2, 3, 3))] * 150, jnp.ones((1, 2, 4, 4)))
     verdict = worth_rolling(program)
     assert bool(verdict) == (jax.default_backend() != "cpu")
+    assert verdict or verdict.reason.endswith("a convolution is slow within a loop on a CPU")

@@ -236,6 +236,32 @@ def control_flow():
     return Case(loss, [dense() for _ in range(3)], (X, Y), [3])
 
 
+def checkpointed():
+    """Each layer is one op."""
+    block = jax.checkpoint(lambda layer, x: x + jnp.tanh(apply(layer, normed(x))))
+
+    def loss(layers, x, y):
+        for layer in layers:
+            x = block(layer, x)
+        return squared(x, y)
+
+    return Case(loss, [dense() for _ in range(3)], (X, Y), [3])
+
+
+def recurrent():
+    """Each layer is one loop over time, whose states the next one reads."""
+
+    def loss(layers, x, y):
+        states = jnp.broadcast_to(x, (3, *x.shape))
+        for layer in layers:
+            _, states = jax.lax.scan(
+                lambda h, x, layer=layer: (jnp.tanh(x @ layer["w"] + h * layer["b"]),) * 2, x, states
+            )
+        return squared(states[-1], y)
+
+    return Case(loss, [dense() for _ in range(4)], (X, Y), [4])
+
+
 class LinenBlock(nn.Module):
     @nn.compact
     def __call__(self, x):
@@ -294,6 +320,8 @@ CASES = {
         cast_before,
         skips,
         control_flow,
+        checkpointed,
+        recurrent,
         linen,
         flax_nnx,
         equinox,

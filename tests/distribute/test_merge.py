@@ -355,6 +355,36 @@ class Together(ow.Optimizer):
         return tuple(p - self.rate * g / norm for p, g in zip(parameters, gradients, strict=True)), slots
 
 
+EXACT = {
+    "Average": ow.Average(),
+    "Bucketed": ow.merge.Bucketed(),
+    "PowerSGD": ow.merge.PowerSGD(2),
+    "Sharded": ow.Sharded(),
+    "TopK": ow.merge.TopK(1.0),
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_a_parameter_without_numbers_is_left_alone(name):
+    """Such as the bias of a layer that has none, or the weights of no experts."""
+
+    def loss(w, x):
+        return jnp.mean((x @ w["w"]) ** 2) + jnp.sum(w["none"])
+
+    w = {"w": jnp.ones((4, 3)), "none": jnp.zeros((0, 5))}
+    x = np.random.default_rng(0).normal(size=(ROWS, 4)).astype("float32")
+    program = ow.Momentum(0.05).minimize(loss, w, x)
+    states = []
+    for p in (program, ow.replicate(program, DEVICES, EXACT[name])):
+        step = ow.compile(p)
+        state = step.init(w)
+        for _ in range(3):
+            state, _ = step(state, x)
+        states.append(state.parameters)
+    np.testing.assert_allclose(states[1]["w"], states[0]["w"], 1e-5)
+    assert states[1]["none"].shape == (0, 5)
+
+
 @pytest.mark.parametrize(("optimizer", "words"), [(Muon(), "per matrix"), (Together(), "across parameters")])
 def test_rules_that_look_further_are_refused_by_name(optimizer, words):
     program = optimizer.minimize(ow.trace(classification, batch_size=32))

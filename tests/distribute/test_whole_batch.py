@@ -310,6 +310,7 @@ SEES_OTHERS = {
     ),
 }
 KEEPS_APART = {
+    "on a device": lambda w, x: jnp.mean(jax.device_put(x) @ w),
     "spectrum of each": lambda w, x: jnp.abs(jnp.fft.fft(x @ w, axis=1)).mean(),
     "smoothed each": lambda w, x: jax.vmap(lambda h: jnp.convolve(h, W[0], mode="same"))(x @ w).mean(),
     "by a kernel each": lambda w, x: jax.vmap(lambda h, x: jnp.convolve(h, x, mode="same"))(x @ w, x).mean(),

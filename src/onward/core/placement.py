@@ -13,7 +13,7 @@ from onward.core.words import Pass, Placement
 
 
 def equal_variables(program: Program) -> set[Variable]:
-    """The Variables that have the same value on every device."""
+    """The Variables that have the same value on every device, as all without a number have."""
     if program.replicas is not None and program.replicas.count == 1:
         return set(program.variables.values())
     given = (*program.inputs, *program.state)
@@ -21,7 +21,7 @@ def equal_variables(program: Program) -> set[Variable]:
     for op in program.ops:
         inputs = [i for i, v in enumerate(op.inputs) if v in equal]
         same = op.body.same_everywhere(inputs)
-        equal.update(v for j, v in enumerate(op.outputs) if j in same)
+        equal.update(v for j, v in enumerate(op.outputs) if j in same or v.size == 0)
     return equal
 
 

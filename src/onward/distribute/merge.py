@@ -88,7 +88,11 @@ class Devices:
 
     def padded(self, x: Any) -> Any:
         """The numbers of an array as a vector that falls into equal parts, one for each device."""
-        return jnp.pad(x.ravel(), (0, -x.size % self.size))
+        return jnp.pad(x.ravel(), (0, self.size * self.part_length(x.size) - x.size))
+
+    def part_length(self, count: int) -> int:
+        """How many of so many numbers each device has; at least 1, for XLA scatters no empty array."""
+        return max(1, -(-count // self.size))
 
     @property
     def index(self) -> Any:
@@ -237,7 +241,8 @@ def with_merged_gradients(program: Program, strategy: Merge, devices: Devices) -
     """
     builder = Builder(program, made_by=Pass.COLLECTIVE)
     position = {v: i for i, op in enumerate(program.ops) for v in op.outputs}
-    gradients = sorted(dict.fromkeys(g for _, g in program.gradients), key=lambda g: position.get(g, -1))
+    numbers = dict.fromkeys(g for _, g in program.gradients if g.size)
+    gradients = sorted(numbers, key=lambda g: position.get(g, -1))
     due: dict[int, list[list[Variable]]] = {}
     for group in strategy.groups(gradients):
         due.setdefault(max(position.get(g, -1) for g in group), []).append(group)

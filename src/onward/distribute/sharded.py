@@ -94,7 +94,7 @@ def _parts(devices: Devices, program: Program) -> tuple[tuple[Op, ...], dict[Var
 
 def _part(builder: Builder, p: Variable, devices: Devices) -> Variable:
     """This device's part of a parameter."""
-    size = _length(p, devices)
+    size = devices.part_length(p.size)
 
     def part(x: Any) -> list[Any]:
         rows = devices.padded(x).reshape(devices.size, size)  # as a vector its places may not fit an int32
@@ -124,8 +124,3 @@ def _gathered(draft: Program, before: Program, devices: Devices) -> Program:
 
 def _whole(builder: Builder, part: Variable, p: Variable, devices: Devices) -> Variable:
     return builder.behind(part, "all_gather", lambda x: [devices.join(x, p.shape)], f"next({p.name})")
-
-
-def _length(v: Variable, devices: Devices) -> int:
-    """How many numbers of a Variable one device holds."""
-    return -(-v.size // devices.size)

@@ -164,6 +164,7 @@ _MOVED = (
         spreads_nonfinite=True,
     ),
     _kept("copy", on_cpu=AGAIN, linear=FIRST, precision=FOLLOWS),
+    _kept("device_put"),
     _laid("dynamic_slice", moves=Moves.CUTS_AT, on_cpu=OnCpu.APART),
     _moved(
         "dynamic_update_slice", moves=Moves.JOINS, update=1, precision=FOLLOWS, transposes="dynamic_slice"
@@ -280,7 +281,6 @@ _BETWEEN_DEVICES = (
     _free("ppermute_done"),
     _free("psum_done"),
     _free("reduce_scatter_done"),
-    _free("device_put"),
     Primitive("reshard", on_mesh=True),
     Primitive("relayout"),
     Primitive("inspect_sharding"),

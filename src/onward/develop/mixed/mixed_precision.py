@@ -24,6 +24,7 @@ from onward.core.source import user_level
 from onward.core.structure import expect_count, is_number, is_word
 from onward.core.transform import transform
 from onward.core.walk import Where, listed
+from onward.core.words import Pass
 from onward.derive.backward import append_backward
 from onward.derive.update.foreign import append_foreign_update
 from onward.derive.update.groups import Routing
@@ -33,14 +34,19 @@ from onward.develop.guard import guard
 from onward.develop.mixed.loss_scale import adjust_scale, scale_loss
 from onward.develop.mixed.products import Float8, is_test
 from onward.develop.mixed.roles import Lowering, kept_variables
+from onward.develop.mixed.within import has_gain
 
 _DTYPES = ("bfloat16", "float16", "float8")
 _SCALINGS = ("current", "delayed")
 _UPDATES = (append_update, append_foreign_update)
 
 _NOTHING = (
-    "mixed_precision: nothing of {name!r} is computed in {dtype}: only float32 is lowered, and it computes "
-    "in float64. Trace it with float32 parameters and data, or leave mixed_precision away."
+    "mixed_precision: nothing of {name!r} is computed in {dtype}: {why}, or leave mixed_precision away."
+)
+_FLOAT64 = "only float32 is lowered, and it computes in float64. Trace it with float32 parameters and data"
+_WITHIN = (
+    "its products stand in what {op}{at} runs, which stays in float32. Write them outside of while loops, "
+    "branches and functions with a gradient rule of their own"
 )
 
 
@@ -139,10 +145,21 @@ def mixed_precision(
     )
     lowering = Applied(lowered, (dtype, tuple(listed(keep)), float8), {}, Phase.PRECISION)
     result = build(scaled.including(lowering), whole_types(program))
-    dtypes = {v.dtype for v in result.variables.values()}
-    if np.dtype(np.float64) in dtypes and np.dtype(jnp.dtype(_held_in(dtype))) not in dtypes:
-        warn(_NOTHING.format(name=program.name, dtype=dtype), UserWarning, user_level())
+    if not listed(keep) and (why := _why_nothing(result, np.dtype(jnp.dtype(_held_in(dtype))))):
+        warn(_NOTHING.format(name=program.name, dtype=dtype, why=why), UserWarning, user_level())
     return result
+
+
+def _why_nothing(program: Program, dtype: np.dtype[Any]) -> str:
+    """Why nothing is computed in a dtype; empty where something is, or where there is no product."""
+    dtypes = {v.dtype for v in program.variables.values()}
+    products = [op for op in program.ops if op.made_by is Pass.FORWARD and has_gain(op)]
+    results = (v for op in products for call in op.body.calls_within for v in call.results)
+    if dtype in dtypes or any(v.dtype == dtype for v in results):
+        return ""
+    if np.dtype(np.float64) in dtypes:
+        return _FLOAT64
+    return _WITHIN.format(op=products[0].type, at=products[0].at) if products else ""
 
 
 def _held_in(dtype: str) -> str:

@@ -147,7 +147,8 @@ def chosen_products(program: Program, where: Iterable[Where] | None) -> ChosenPr
         tried = "beside its last one" if where is None else f"among {where!r}"
         raise GraphError(
             f"mixed_precision: Program {program.name!r} has no product to take in float8 {tried}. Name the "
-            "results of products, or parameters that they read, by where=; '*' is all, the last included."
+            "results of products, or parameters that they read, by where=; '*' is all, the last included. "
+            "Within while loops, branches and functions with a gradient rule of their own there is none."
         )
     return found
 

@@ -53,11 +53,15 @@ class LoweredRun:
     gives: tuple[bool, ...]
 
 
+def has_gain(op: Op) -> bool:
+    """Whether an op computes, or runs, what gains from a low precision: a product or a convolution."""
+    return any(of(name).precision is Precision.LOW for name in op.body.primitives)
+
+
 def is_run_with_gain(op: Op) -> bool:
     """Whether an op runs, once or in a loop of known length, what gains from a low precision."""
-    if op.primitive.runs not in (Runs.AGAIN, Runs.SCAN) or "constant" in op.body.operands:
-        return False
-    return any(of(name).precision is Precision.LOW for name in op.body.primitives)
+    runs = op.primitive.runs in (Runs.AGAIN, Runs.SCAN) and "constant" not in op.body.operands
+    return runs and has_gain(op)
 
 
 def lowered_run(

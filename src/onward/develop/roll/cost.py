@@ -95,7 +95,7 @@ def verdict_on(run: LayerRun) -> Verdict:
     within = {name for op in run.layers[0] for name in op.body.primitives}
     if jax.default_backend() == "cpu" and any(of(name).is_slow_in_loop for name in within):
         return Verdict(False, f"{words}: a convolution is slow within a loop on a CPU")
-    return Verdict(True, f"{words}")
+    return Verdict(True, words)
 
 
 def is_worth(run: LayerRun) -> bool:

@@ -53,9 +53,10 @@ def _by_types(line: OpLine) -> str:
         return _SHORT
     if op.body.has_effects:
         return f"No loop reaches over {_where(op)}, which has an effect."
+    row = f"come {period} ops that follow each other" if period > 1 else "comes 1 op that follows itself"
     return (
-        f"Nearest come {period} ops that follow each other {length // period + 1} times, but {_where(op)} is "
-        f"{_types(op)}, and {_types(before)} the time before."
+        f"Nearest {row} {length // period + 1} times, but {_where(op)} is {_types(op)}, and {_types(before)} "
+        "the time before."
     )
 
 
