@@ -490,7 +490,7 @@ STACKS = {
 
 def deep(stack):
     def loss(w, x, labels):
-        h = stack(w["layers"], x @ w["in"])
+        h = stack(w["layers"], jnp.maximum(x @ w["in"], 0.0))
         return -jnp.mean(jnp.sum(jax.nn.log_softmax(h) * jax.nn.one_hot(labels, 6), 1))
 
     return ow.SGD(1.0).minimize(loss, DEEP, X, LABELS)
@@ -535,6 +535,7 @@ CARRIES = {
     "made in float32 by each turn": (lambda h, w: jnp.exp(-((h @ w) ** 2)), lambda x, w: x @ w, "float32"),
     "made in bfloat16 of float32": (lambda h, w: h @ w, lambda x, w: x, "float32"),
     "in bfloat16 all the way": (lambda h, w: h @ w, lambda x, w: x @ w, "bfloat16"),
+    "with a parameter beside it": (lambda h, w: h @ w + w[0], lambda x, w: x @ w, "bfloat16"),
 }
 
 
@@ -549,6 +550,7 @@ def test_a_loop_carries_what_each_turn_is_given_and_makes(name):
 
     program = ow.SGD(1.0).minimize(loss, 0.3 * DEEP["in"], X)
     low = mixed_precision(program)
+    mixed_precision(ow.trace(loss, 0.3 * DEEP["in"], X))  # is not told that nothing was lowered
     [loop] = [op for op in low.ops if op.type == "scan"]
     assert str(loop.outputs[0].dtype) == dtype
     assert operands_of_products(low) == {"bfloat16"}
@@ -562,6 +564,28 @@ def test_a_loop_carries_what_each_turn_is_given_and_makes(name):
     )
     np.testing.assert_allclose(value, theirs, rtol=16 * MACHINE["bfloat16"])
     np.testing.assert_allclose(slope, wanted, atol=16 * MACHINE["bfloat16"] * np.abs(wanted).max())
+
+
+def test_a_loop_that_begins_with_zeros_adds_up_in_float32():
+    """They are numbers that would give way to a product beside them, were they not carried on."""
+    many = np.abs(RNG.normal(size=(512, 6))).astype("float32")
+
+    def loss(w, x):
+        return jnp.mean(jax.lax.scan(lambda h, row: (h + row @ w, None), jnp.zeros(6), x)[0])
+
+    step = ow.compile(mixed_precision(ow.SGD(0.0).minimize(loss, np.abs(DEEP["in"]), many)))
+    _, out = step(step.init(np.abs(DEEP["in"])), many)
+    np.testing.assert_allclose(out.loss, loss(np.abs(DEEP["in"]), many), rtol=MACHINE["bfloat16"])
+
+
+@pytest.mark.parametrize("name", ["scan", "remat2"])
+def test_what_is_kept_by_its_own_name_runs_in_float32(name):
+    form = "scan" if name == "scan" else "checkpoint"
+    program = mixed_precision(deep(STACKS[form]), keep=f"{name}*")
+    kept = [op for op in program.ops if op.type == name]
+    products = [call for op in kept for call in op.body.calls_within if call.primitive == "dot_general"]
+    assert products
+    assert {str(v.dtype) for call in products for v in call.operands} == {"float32"}
 
 
 @pytest.mark.parametrize("name", ["checkpoint", "scan", "checkpointed scan"])

@@ -500,6 +500,9 @@ def test_layers_that_are_one_op_are_worth_what_they_run():
         worth_rolling(ow.trace(lambda w, x, block=block: deep(block, w, x), w, x))
         for block in (jax.checkpoint(blocks), lambda w, x: jnp.tanh(x))
     )
+    [run] = runs_in(lambda w, x: deep(jax.checkpoint(blocks), w, x), w, x)
+    within = len(jax.make_jaxpr(blocks)(w, x).eqns)
+    assert run.saved == 11 * within
     assert of_blocks
     assert of_blocks.reason == "12 layers of 1 op"
     assert of_ops.reason == "12 layers of 1 op: so few ops gain too little from a loop"

@@ -91,8 +91,8 @@ class Devices:
         return jnp.pad(x.ravel(), (0, self.size * self.part_length(x.size) - x.size))
 
     def part_length(self, count: int) -> int:
-        """How many of so many numbers each device has; at least 1, for XLA scatters no empty array."""
-        return max(1, -(-count // self.size))
+        """How many of so many numbers each device has."""
+        return -(-count // self.size)
 
     @property
     def index(self) -> Any:

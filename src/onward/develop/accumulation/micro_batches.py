@@ -324,7 +324,7 @@ class LoopPlan:
         return list(map(_strong, found[:count])), scaled[: len(self.sums)], scaled[len(self.sums) :]
 
     def pieces(self, env: Values) -> list[Any]:
-        """What each micro-batch has of its own, as ``[steps, ...]``: its rows of the data, its number."""
+        """All that a micro-batch has of its own, as ``[steps, ...]``: its rows of the data, its number."""
         steps = self.how.steps
         return [
             jnp.arange(steps, dtype=v.dtype) if v in self.numbers else self._rows(env[v], v)

@@ -81,7 +81,7 @@ class Lowering:
         return replace(self.source, ops=tuple(self.ops))
 
     def inner_program(self) -> Program | None:
-        """What an op runs, its inputs and outputs of the dtype that they are read and computed in."""
+        """The Program as an op runs it, its inputs and outputs of the dtype that they are read or made in."""
         program = self.program()
         if not self.is_changed:
             return None
@@ -179,7 +179,7 @@ class Lowering:
         return InputReading(v in self.computed_low, is_pliant, v in self.kept_given, is_chosen)
 
     def lower_inner(self, program: Program, readings: Mapping[Variable, InputReading]) -> Program | None:
-        """What an op runs, lowered; None if nothing of it is."""
+        """The Program that an op runs, lowered; None if nothing of it is."""
         float8 = self.products.asked if self.products else None
         return Lowering(program, self.dtype, float8=float8, readings=readings).inner_program()
 

@@ -1,4 +1,4 @@
-"""What ``jax.checkpoint`` and ``scan`` run, in the low dtype: as it would be if it stood outside of them.
+"""Within ``jax.checkpoint`` and ``scan`` the low dtype is taken where it would be outside of them.
 
 What they are given in the low dtype they read so, and their results are of the dtype that is computed. A loop
 carries a value in the low dtype where each turn is given it so and makes it so; else in float32.
