@@ -412,6 +412,12 @@ def test_a_precision_that_cannot_be(make, error, words):
         make()
 
 
+def test_complex_numbers_are_not_lowered_and_told():
+    program = ow.trace(lambda w, x: jnp.mean(jnp.abs(x @ w)), jnp.ones((3, 2), jnp.complex64), X[:, :3])
+    with pytest.warns(UserWarning, match=r"dot_general at test_mixed_precision.py:\d+ computes in complex64"):
+        mixed_precision(program)
+
+
 def test_float64_is_not_lowered_and_told():
     with jax.enable_x64(True):
         program = ow.trace(lambda w, x: jnp.mean(x @ w), jnp.ones((3, 2)), jnp.ones((4, 3)))

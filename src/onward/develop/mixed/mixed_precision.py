@@ -43,7 +43,7 @@ _UPDATES = (append_update, append_foreign_update)
 _NOTHING = (
     "mixed_precision: nothing of {name!r} is computed in {dtype}: {why}, or leave mixed_precision away."
 )
-_FLOAT64 = "only float32 is lowered, and it computes in float64. Trace it with float32 parameters and data"
+_OTHER = "only float32 is lowered, and {what} computes in {dtype}. Trace it with float32 parameters and data"
 _WITHIN = (
     "its products stand in what {op}{at} runs, which stays in float32. Write them outside of while loops, "
     "branches and functions with a gradient rule of their own"
@@ -158,8 +158,13 @@ def _why_nothing(program: Program, dtype: np.dtype[Any]) -> str:
     if dtype in dtypes or any(v.dtype == dtype for v in results):
         return ""
     if np.dtype(np.float64) in dtypes:
-        return _FLOAT64
-    return _WITHIN.format(op=products[0].type, at=products[0].at) if products else ""
+        return _OTHER.format(what="it", dtype="float64")
+    if not products:
+        return ""
+    op = products[0]
+    if op.subprograms:
+        return _WITHIN.format(op=op.type, at=op.at)
+    return _OTHER.format(what=f"{op.type}{op.at}", dtype=op.outputs[0].dtype)
 
 
 def _held_in(dtype: str) -> str:
