@@ -160,10 +160,22 @@ WRONG = {
         r"summed over its axes \[0\] by dot_general at .*, and over \[2\]",
     ),
     "checkpoint": (
-        of(lambda p, x: jnp.mean(jax.checkpoint(lambda w: jnp.tanh(x @ w))(p["w"]))),
+        of(lambda p, x: jnp.mean(jax.checkpoint(lambda w: jnp.tanh(x @ w))(p["w"].T.reshape(4, -1)[:, :2]))),
         {"where": "w"},
         ow.GraphError,
-        "Within jax.checkpoint nothing",
+        "'w' .* is read by slice at",
+    ),
+    "turned before checkpoint": (
+        of(lambda p, x: jnp.mean(jax.checkpoint(lambda w: x @ w)(jnp.einsum("ij->ji", p["w"])))),
+        {"where": "w"},
+        ow.GraphError,
+        "Within jax.checkpoint those weights are adapted that it takes as they are",
+    ),
+    "within checkpoint": (
+        of(lambda p, x: jnp.mean(jax.checkpoint(lambda w: x @ jnp.abs(w))(p["w"]))),
+        {"where": "w"},
+        ow.GraphError,
+        "'w' .* is read by abs at",
     ),
 }
 
@@ -190,11 +202,12 @@ def test_a_product_of_two_adapted_weights_is_refused():
         ow.low_rank(lambda p, x: jnp.mean(x @ (p["a"] @ p["b"])), params, X[:, :4], rank=1)
 
 
-def test_nor_within_a_loop():
+@pytest.mark.parametrize("form", [lambda f: f, jax.checkpoint], ids=["loop", "loop of checkpoints"])
+def test_nor_within_a_loop(form):
     params = {"a": np.ones((2, 4, 3), np.float32), "b": np.ones((2, 3, 4), np.float32)}
 
     def looped(params, x):
-        return jnp.mean(jax.lax.scan(lambda x, w: (x @ (w["a"] @ w["b"]), None), x, params)[0])
+        return jnp.mean(jax.lax.scan(form(lambda x, w: (x @ (w["a"] @ w["b"]), None)), x, params)[0])
 
     with pytest.raises(ow.GraphError, match="multiplies 'a' and 'b' with each other"):
         ow.low_rank(looped, params, X[:, :4], rank=1)

@@ -200,29 +200,62 @@ STACKED = {name: np.stack([layer[name] for layer in PARAMS]) for name in ("w", "
 RECURRENT = rng.normal(0, 0.3, (6, 6)).astype("float32")
 
 
-@pytest.mark.parametrize("base", [None, "int8"])
-def test_a_loop_is_its_turns_one_after_another(base):
-    """Stacked weights, of which each turn gets a layer, and one that all turns read."""
+def layer_of(params, layer, x):
+    return x + jnp.tanh(params["u"] @ x.T).T + jnp.tanh(x @ layer["w"] + layer["b"])
 
-    def scanned(params, x):
-        def turn(x, layer):
-            return x + jnp.tanh(params["u"] @ x.T).T + jnp.tanh(x @ layer["w"] + layer["b"]), None
 
-        return jnp.mean(jax.lax.scan(turn, x, params["layers"])[0] ** 2)
-
-    def unrolled(params, x):
+def one_by_one(form):
+    def stack(params, x):
         for layer in params["layers"]:
-            x = x + jnp.tanh(params["u"] @ x.T).T + jnp.tanh(x @ layer["w"] + layer["b"])
-        return jnp.mean(x**2)
+            x = form(layer_of)({"u": params["u"]}, layer, x)
+        return x
 
+    return stack
+
+
+def in_a_scan(form):
+    def stack(params, x):
+        def turn(x, layer):
+            return form(layer_of)({"u": params["u"]}, layer, x), None
+
+        return jax.lax.scan(turn, x, params["layers"])[0]
+
+    return stack
+
+
+def as_it_is(f):
+    return f
+
+
+RUN = {
+    "scan": (in_a_scan(as_it_is), None),
+    "scan, int8": (in_a_scan(as_it_is), "int8"),
+    "checkpoint": (one_by_one(jax.checkpoint), None),
+    "checkpoint, int8": (one_by_one(jax.checkpoint), "int8"),
+    "scan of checkpoints": (in_a_scan(jax.checkpoint), None),
+    "checkpointed scan of checkpoints, bfloat16": (jax.checkpoint(in_a_scan(jax.checkpoint)), "bfloat16"),
+}
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_what_loops_and_checkpoint_run_is_adapted_as_without_them(name):
+    """Weights of each layer, stacked in a loop, and one that all layers read, and a product before them."""
+    form, base = RUN[name]
     losses, merged = [], []
-    for function, layers in ((scanned, STACKED), (unrolled, PARAMS)):
+    for stack in (form, one_by_one(as_it_is)):
+        layers = STACKED if "scan" in name and stack is form else PARAMS
         params = {"layers": layers, "u": RECURRENT}
+
+        def function(params, x, stack=stack):
+            return jnp.mean(stack(params, x @ params["u"]) ** 2)  # summed over its other axis within
+
         program = ow.SGD(0.1).minimize(ow.low_rank(function, params, X, rank=2, alpha=4, base=base))
         step = ow.compile(program, tune=False)
         state = step.init(params)
-        if layers is STACKED:
+        if stack is form:
             first = state.copy()
+        elif "scan" not in name:
+            state = state.replace({n: first[n] for n in state if "low_rank" in n})
         else:
             told = {n: n.replace("layers/", "").partition("/") for n in state if n.startswith("layers/")}
             factors = {n: w for n, (_, _, w) in told.items() if "low_rank" in n}
@@ -233,5 +266,6 @@ def test_a_loop_is_its_turns_one_after_another(base):
         losses.append(float(out.loss))
         merged.append(ow.merge_low_rank(program, state))
     np.testing.assert_allclose(*losses, rtol=1e-5)
-    stacked = {**merged[1], "layers": jax.tree.map(lambda *x: np.stack(x), *merged[1]["layers"])}
-    expect_close(merged[0], stacked, 1e-4)
+    if "scan" in name:
+        merged[1]["layers"] = jax.tree.map(lambda *x: np.stack(x), *merged[1]["layers"])
+    expect_close(merged[0], merged[1], 1e-4)

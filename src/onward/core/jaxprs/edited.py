@@ -41,14 +41,17 @@ def with_inner(body: Body, name: str, inner: Body) -> Body:
     return _edited(body, eqn.replace(params={**eqn.params, key: new}))
 
 
-def call_with_inner(body: Body, name: str, inner: Body) -> Callable[[Sequence[Any]], list[Any]]:
-    """From the inputs of a Body to the results of its equation, running another jaxpr, of any types."""
+def call_with_inner(body: Body, name: str, inner: Body) -> Callable[..., list[Any]]:
+    """From the inputs of a Body to the results of its equation, running another jaxpr, of any types.
+
+    If that takes more operands, they are given apart, as a second argument.
+    """
     (eqn,) = with_inner(body, name, inner).equations
     pairs = list(zip(body.operands, body.numbers, strict=True))
 
-    def run(values: Sequence[Any]) -> list[Any]:
+    def run(values: Sequence[Any], more: Sequence[Any] = ()) -> list[Any]:
         read = [values[x] if isinstance(x, int) else number for x, number in pairs]
-        made: list[Any] = eqn.primitive.bind(*read, **eqn.params)
+        made: list[Any] = eqn.primitive.bind(*read, *more, **eqn.params)
         return made
 
     return run

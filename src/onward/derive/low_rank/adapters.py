@@ -16,7 +16,7 @@ from onward.core.structure import describe, expect_count, expect_flag, is_number
 from onward.core.walk import Where, select
 from onward.core.words import Kind, some
 from onward.derive.low_rank.base import BASES
-from onward.derive.low_rank.readers import Axes, Reader, ReadingLoop, axes_of, readers_of
+from onward.derive.low_rank.readers import Axes, Reader, axes_of, products_of, readers_of
 
 
 @dataclass(frozen=True)
@@ -156,8 +156,7 @@ def _expect_one_each(read: dict[Variable, list[Reader]]) -> None:
     """Raise ``GraphError`` for a product of two weights that are both adapted."""
     seen: dict[Op, Variable] = {}
     for v, readers in read.items():
-        products = (p for r in readers for p in (r.products if isinstance(r, ReadingLoop) else [r]))
-        for op in (product.op for product in products):
+        for op in (product.op for product in products_of(readers)):
             if (other := seen.setdefault(op, v)) is not v:
                 raise GraphError(
                     f"low_rank: {op.type}{op.at} multiplies {other.name!r} and {v.name!r} with each other; "

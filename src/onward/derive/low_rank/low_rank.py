@@ -10,7 +10,7 @@ from typing import Any
 
 from onward.core.builder import Builder
 from onward.core.errors import ArgumentError, GraphError, known_as
-from onward.core.program import Applied, Op, Phase, Program, Variable
+from onward.core.program import Applied, Phase, Program, Variable
 from onward.core.recipe import build, recipe_of, whole_types
 from onward.core.transform import transform
 from onward.core.walk import Where, listed, substitute
@@ -20,9 +20,7 @@ from onward.define.assembly import initialization
 from onward.define.trace import takes_arguments, trace
 from onward.derive.low_rank.adapters import Adapter, LowRank, adapters_of, picked
 from onward.derive.low_rank.base import held
-from onward.derive.low_rank.beside import beside
-from onward.derive.low_rank.loops import AdapterInLoop, looped
-from onward.derive.low_rank.readers import Product, ReadingLoop
+from onward.derive.low_rank.within import woven
 from onward.derive.update.foreign import append_foreign_update
 
 
@@ -161,25 +159,15 @@ def _woven(program: Program, adapters: list[Adapter], given: LowRank) -> Program
     """The Program with the ops and the state of these factors."""
     builder = Builder(program)
     pairs = [(reader, adapter) for adapter in adapters for reader in adapter.readers]
-    beside_of = {r.op: (r, adapter) for r, adapter in pairs if isinstance(r, Product)}
-    within: dict[Op, list[AdapterInLoop]] = {}
-    for r, adapter in pairs:
-        if isinstance(r, ReadingLoop):
-            within.setdefault(r.op, []).append(AdapterInLoop(adapter, r))
     for adapter in adapters:
         for factor in (adapter.a, adapter.b):
             builder.names.new(factor.name)
     made = _held(builder, adapters, given.base)
-    for op in program.ops:
+    for op in woven(program.ops, pairs, given.scale, builder.names):
         for v in op.inputs:
             if v in made:
                 builder.append(made.pop(v))
-        if op in within:
-            builder.append(looped(op, within[op], given.scale))
-            continue
-        found = beside_of.get(op)
-        for one in [op] if found is None else beside(*found, given.scale, builder.names):
-            builder.append(one)
+        builder.append(op)
     for adapter in adapters:
         builder.state += [adapter.a, adapter.b]
         builder.initializers += _first(adapter)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import NoReturn
@@ -78,37 +78,50 @@ class Axes:
 
 
 @dataclass(frozen=True)
-class ReadingLoop:
-    """A loop whose turns read a weight: each its layer of stacked ones, or all the same.
+class ReadingRun:
+    """An op that runs what reads a weight: ``jax.checkpoint``, or a loop.
+
+    The turns of a loop read each its layer of stacked ones, or all the same.
 
     Attributes:
         op: the op.
-        turn: one turn.
-        weight: the weight within the turn.
-        products: read it there.
-        axes: those of the weight within the turn.
+        turn: one turn of a loop; None for ``jax.checkpoint``.
+        program: what is run.
+        weight: the weight within.
+        readers: read it there.
+        axes: those of the weight within.
     """
 
     op: Op
-    turn: ScanTurn
+    turn: ScanTurn | None
+    program: Program
     weight: Variable
-    products: tuple[Product, ...]
+    readers: tuple[Reader, ...]
     axes: Axes
 
     @property
     def is_stacked(self) -> bool:
         """Whether each turn gets a layer of its own."""
-        return self.weight in self.turn.cut
+        return self.turn is not None and self.weight in self.turn.cut
 
 
-Reader = Product | ReadingLoop
+Reader = Product | ReadingRun
+
+
+def products_of(readers: Iterable[Reader]) -> Iterator[Product]:
+    """The products among readers, however deep."""
+    for reader in readers:
+        if isinstance(reader, Product):
+            yield reader
+        else:
+            yield from products_of(reader.readers)
 
 
 def readers_of(program: Program, weight: Variable, known: Variable | None = None) -> list[Reader]:
-    """The products that read a weight, through ops that only move or cast it; or the loops that hold them.
+    """The products that read a weight, through ops that only move or cast it, and what runs such products.
 
     Args:
-        program: the Program, or one turn of a loop.
+        program: the Program, or what an op runs.
         weight: the weight there.
         known: the weight as a person knows it.
 
@@ -126,8 +139,8 @@ def readers_of(program: Program, weight: Variable, known: Variable | None = None
             found.append(product)
         elif (view := moved(op, views[read[0]])) is not None:
             views[op.outputs[0]] = view
-        elif len(read) == 1 and (loop := _loop(op, read[0], views[read[0]], known)) is not None:
-            found.append(loop)
+        elif len(read) == 1 and (run := _run(op, read[0], views[read[0]], known)) is not None:
+            found.append(run)
         else:
             _refuse(known, op)
     if returned := [v for v in (*program.outputs, *program.next_state.values()) if v in views]:
@@ -146,20 +159,25 @@ def _product(op: Op, read: Sequence[Variable], views: dict[Variable, WeightView]
     return Product(op, call, op.body.operands.index(op.inputs.index(read[0])), views[read[0]])
 
 
-def _loop(op: Op, read: Variable, view: WeightView, weight: Variable) -> ReadingLoop | None:
-    """The loop that an op is, if its turns read the weight, or a layer each; None for other ops."""
-    if op.primitive.runs is not Runs.SCAN or view != WeightView.of(read.shape):
+def _run(op: Op, read: Variable, view: WeightView, weight: Variable) -> ReadingRun | None:
+    """The loop or ``jax.checkpoint`` that reads the weight in products; None for other ops."""
+    if op.primitive.runs not in (Runs.SCAN, Runs.AGAIN) or view != WeightView.of(read.shape):
         return None
-    turn, place = ScanTurn.of(op.body), op.inputs.index(read)
-    at = [] if turn is None else [i for i, x in enumerate(turn.operands) if isinstance(x, int) and x == place]
-    if turn is None or len(at) != 1 or turn.program.inputs[at[0]] in turn.carried:
+    turn = ScanTurn.of(op.body) if op.primitive.runs is Runs.SCAN else None
+    if turn is None and op.primitive.runs is Runs.SCAN:
         return None
-    within = turn.program.inputs[at[0]]
-    products = readers_of(turn.program, within, weight)
-    if not products or not all(isinstance(found, Product) for found in products):
+    program = next(iter(op.subprograms.values())) if turn is None else turn.program
+    operands = op.body.operands if turn is None else turn.operands
+    place = op.inputs.index(read)
+    at = [i for i, x in enumerate(operands) if isinstance(x, int) and x == place]
+    if len(at) != 1 or (turn is not None and program.inputs[at[0]] in turn.carried):
         return None
-    inner = [found for found in products if isinstance(found, Product)]
-    return ReadingLoop(op, turn, within, tuple(inner), axes_of(inner, replace(weight, shape=within.shape)))
+    within = program.inputs[at[0]]
+    readers = readers_of(program, within, weight)
+    if not readers:
+        return None
+    axes = axes_of(readers, replace(weight, shape=within.shape))
+    return ReadingRun(op, turn, program, within, tuple(readers), axes)
 
 
 def _refuse(weight: Variable, op: Op) -> NoReturn:
@@ -186,7 +204,10 @@ def _advice(op: Op) -> str:
             "ow.compile rolls them into one loop by itself."
         )
     if row.runs is Runs.AGAIN:
-        return "Within jax.checkpoint nothing is adapted: leave it away, and ow.recompute the Program."
+        return (
+            "Within jax.checkpoint those weights are adapted that it takes as they are, and reads in "
+            "products: cast and reshape them within."
+        )
     if row.stops_gradient:
         return "What is stopped there would be stopped for its factors too: leave it out of where=."
     if row.work is Work.PRODUCT:
@@ -195,27 +216,27 @@ def _advice(op: Op) -> str:
 
 
 def axes_of(readers: Sequence[Reader], weight: Variable) -> Axes:
-    """The axes of a weight by what they are for, inputs and outputs as the first product has them.
+    """The axes of a weight by what they are for, inputs and outputs as the first reader has them.
 
     Raises:
         GraphError: products that do not agree, or read one part of an axis otherwise than the rest.
     """
-    if isinstance(readers[0], ReadingLoop) and len(readers) == 1:
-        return readers[0].axes.stacked() if readers[0].is_stacked else readers[0].axes
-    products = [reader for reader in readers if isinstance(reader, Product)]
-    if len(products) < len(readers):
+    stacked = [r for r in readers if isinstance(r, ReadingRun) and r.is_stacked]
+    if stacked and len(readers) == 1:
+        return stacked[0].axes.stacked()
+    if stacked:
         raise GraphError(
             f"low_rank: {weight.name!r} ({weight.type}) is read by a loop over layers and by others as well; "
             "expected one loop, or products alone. Leave it out of where=."
         )
-    first, *others = [_axes(product, weight) for product in products]
-    for product, found in zip(products[1:], others, strict=True):
+    first, *others = [r.axes if isinstance(r, ReadingRun) else _axes(r, weight) for r in readers]
+    for reader, found in zip(readers[1:], others, strict=True):
         same = found.batch == first.batch and {found.inputs, found.outputs} == {first.inputs, first.outputs}
         if not same:
             raise GraphError(
                 f"low_rank: {weight.name!r} ({weight.type}) is summed over its axes {list(first.inputs)} by "
-                f"{products[0].op.type}{products[0].op.at}, and over {list(found.inputs)} by "
-                f"{product.op.type}{product.op.at}; expected products that part its axes alike, for which "
+                f"{readers[0].op.type}{readers[0].op.at}, and over {list(found.inputs)} by "
+                f"{reader.op.type}{reader.op.at}; expected products that part its axes alike, for which "
                 "one pair of factors serves. Leave it out of where=."
             )
     return first
