@@ -171,6 +171,30 @@ WRONG = {
         ow.GraphError,
         "Within jax.checkpoint those weights are adapted that it takes as they are",
     ),
+    "twice to checkpoint": (
+        of(lambda p, x: jnp.mean(jax.checkpoint(lambda a, b: x @ a + x @ b)(p["w"], p["w"]))),
+        {"where": "w"},
+        ow.GraphError,
+        "'w' .* is read by remat2 at .* each as one argument",
+    ),
+    "carried in a loop": (
+        of(lambda p, x: jax.lax.fori_loop(0, 2, lambda _, c: (c[0] @ c[1], c[1].T), (x, p["w"]))[0].sum()),
+        {"where": "w"},
+        ow.GraphError,
+        "'w' .* is read by scan at .* In a loop those weights are adapted that its turns take",
+    ),
+    "by a loop and by others": (
+        of(
+            lambda p, x: (
+                jnp.mean(jax.lax.scan(lambda x, w: (x @ w, None), x, p["w"])[0])
+                + jnp.mean(jnp.einsum("bi,lij->blj", x, p["w"]))
+            ),
+            shape=(3, 4, 4),
+        ),
+        {"where": "w", "rank": 1},
+        ow.GraphError,
+        "'w' .* is read by a loop over layers and by others as well",
+    ),
     "within checkpoint": (
         of(lambda p, x: jnp.mean(jax.checkpoint(lambda w: x @ jnp.abs(w))(p["w"]))),
         {"where": "w"},

@@ -201,13 +201,14 @@ RECURRENT = rng.normal(0, 0.3, (6, 6)).astype("float32")
 
 
 def layer_of(params, layer, x):
+    x = x + jnp.tanh(x @ params["v"])
     return x + jnp.tanh(params["u"] @ x.T).T + jnp.tanh(x @ layer["w"] + layer["b"])
 
 
 def one_by_one(form):
     def stack(params, x):
         for layer in params["layers"]:
-            x = form(layer_of)({"u": params["u"]}, layer, x)
+            x = form(layer_of)({n: params[n] for n in "uv"}, layer, x)
         return x
 
     return stack
@@ -216,7 +217,7 @@ def one_by_one(form):
 def in_a_scan(form):
     def stack(params, x):
         def turn(x, layer):
-            return form(layer_of)({"u": params["u"]}, layer, x), None
+            return form(layer_of)({n: params[n] for n in "uv"}, layer, x), None
 
         return jax.lax.scan(turn, x, params["layers"])[0]
 
@@ -239,12 +240,12 @@ RUN = {
 
 @pytest.mark.parametrize("name", RUN)
 def test_what_loops_and_checkpoint_run_is_adapted_as_without_them(name):
-    """Weights of each layer, stacked in a loop, and one that all layers read, and a product before them."""
+    """Weights of each layer, stacked in a loop, and two that all layers read, one by a product before too."""
     form, base = RUN[name]
     losses, merged = [], []
     for stack in (form, one_by_one(as_it_is)):
         layers = STACKED if "scan" in name and stack is form else PARAMS
-        params = {"layers": layers, "u": RECURRENT}
+        params = {"layers": layers, "u": RECURRENT, "v": RECURRENT[::-1]}
 
         def function(params, x, stack=stack):
             return jnp.mean(stack(params, x @ params["u"]) ** 2)  # summed over its other axis within
@@ -260,7 +261,9 @@ def test_what_loops_and_checkpoint_run_is_adapted_as_without_them(name):
             told = {n: n.replace("layers/", "").partition("/") for n in state if n.startswith("layers/")}
             factors = {n: w for n, (_, _, w) in told.items() if "low_rank" in n}
             new = {n: first[f"layers/{w}"][int(told[n][0])] for n, w in factors.items()}
-            state = state.replace({**new, **{n: first[n] for n in state if n.startswith("u/low_rank")}})
+            state = state.replace(
+                {**new, **{n: first[n] for n in state if n[:10] in ("u/low_rank", "v/low_rank")}}
+            )
         for _ in range(2):
             state, out = step(state, X)
         losses.append(float(out.loss))

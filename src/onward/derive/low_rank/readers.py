@@ -205,8 +205,8 @@ def _advice(op: Op) -> str:
         )
     if row.runs is Runs.AGAIN:
         return (
-            "Within jax.checkpoint those weights are adapted that it takes as they are, and reads in "
-            "products: cast and reshape them within."
+            "Within jax.checkpoint those weights are adapted that it takes as they are, each as one "
+            "argument, and reads in products: reshape them within."
         )
     if row.stops_gradient:
         return "What is stopped there would be stopped for its factors too: leave it out of where=."
