@@ -127,14 +127,13 @@ def compile(  # noqa: A001
         beside = {
             "fetch": bool(listed(fetch)),
             "by": by != By.SHARD_MAP,
-            "deadline": deadline is not None,
             "roll": roll is not None,
             "tune": tune is not True,
             "check_finite": check_finite is not False,
             "keep_memory": keep_memory is not None,
             "cores": cores is not None,
         }
-        step: PipelineStep = _pipelined(program, donate, check_feeds, options, beside)
+        step: PipelineStep = _pipelined(program, donate, check_feeds, options, deadline, beside)
         return step
     _expect_switches({"roll": roll, "keep_memory": keep_memory}, (True, False, None))
     _expect_switches({"tune": tune, "check_finite": check_finite, "check_feeds": check_feeds}, (True, False))

@@ -31,7 +31,8 @@ from onward.execute.peers.peers import Peers
 from onward.execute.pinned import in_memory, on_the_device, pinned_names
 from onward.execute.pinned import shardings as pinned_shardings
 from onward.execute.portions import Filling
-from onward.execute.spread import By, Spread, on_this_process
+from onward.execute.processes import label_of, on_this_process
+from onward.execute.spread import By, Spread
 from onward.execute.state import SPENT, is_deleted
 from onward.execute.storage.packing import packed
 from onward.execute.storage.storage import Storage
@@ -121,6 +122,11 @@ class Executable:
         return self._compiled is not None
 
     @property
+    def is_shared(self) -> bool:
+        """Whether its arrays lie over several processes."""
+        return self._spread is not None and self._spread.is_shared
+
+    @property
     def is_alone(self) -> bool:
         """Whether it runs without waiting for other processes."""
         return self._peers is None
@@ -129,7 +135,7 @@ class Executable:
         """Compile ahead of time, with the buffers of the changing state donated."""
         self._compiled = self._compiled_with(self._shardings, options)
         self.host_memory = keep_for_steps(self._compiled, self._keep_memory)
-        if self._spread is not None and self._spread.is_shared:
+        if self.is_shared:
             self._peers = Peers.meet(self._deadline)
             self._fingerprint = fingerprint(self.program)
 
@@ -316,8 +322,9 @@ class Executable:
         self, own: Sequence[Any], values: Sequence[Any], peers: Peers
     ) -> tuple[Sequence[Any], Any, list[Any]]:
         """Run in all processes, none of which waits for another longer than until the deadline."""
-        shapes = zip(self.program.inputs, values, strict=True)
-        label = ", ".join((f"Program {self._fingerprint}", *(f"{v.name} {list(x.shape)}" for v, x in shapes)))
+        fed = zip(self.program.inputs, values, strict=True)
+        told = [f"{v.name} {label_of(x, x.is_fully_replicated)}" for v, x in fed]
+        label = ", ".join((f"Program {self._fingerprint}", *told))
         changed, results = peers.run(partial(self._run_compiled, own, values), self._deadline, label)
         return own, changed, self._spread.local(results)  # type: ignore[union-attr]
 

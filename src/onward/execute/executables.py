@@ -83,6 +83,8 @@ class Executables:
         filling = None
         if self._portions is not None:
             values, filling = self._portioned(values, self._portions)
+        elif self.first.is_shared:
+            values = self.first.feed(self.feeds.convert(values))
         try:
             return self._known[state.storage, key_of(values)], values, filling
         except (KeyError, AttributeError):

@@ -19,6 +19,7 @@ from onward.core.meshes import parameters_of
 from onward.core.program import Program, Variable
 from onward.core.words import some
 from onward.execute.pinned import is_pinned, pinned, pinned_names
+from onward.execute.processes import gathered
 
 Lying = tuple[Sharding | None, ...]
 
@@ -64,14 +65,15 @@ def homes_of(program: Program, variables: Sequence[Variable], values: Sequence[A
 def together(values: Sequence[Any]) -> Sequence[Any]:
     """The values where one computation reads all of them: copies on one device of what lies on several sets.
 
-    The stages of a pipeline have theirs apart; what lies on one set of devices, or anywhere, stays as it is.
+    The stages of a pipeline have theirs apart, maybe in several processes, which call this together; what
+    lies on one set of devices, or anywhere, stays as it is.
 
     >>> values = [jax.device_put(jnp.zeros(2), device) for device in jax.devices()[:2]]
     >>> [x.devices() == {jax.devices()[0]} for x in together(values)]
     [True, True]
     """
     apart = len({frozenset(s.device_set) for s in lying(values) if s is not None}) > 1
-    return jax.device_put(list(values), jax.devices()[0]) if apart else values
+    return jax.device_put(list(map(gathered, values)), jax.local_devices()[0]) if apart else values
 
 
 def laid(program: Program, variables: Sequence[Variable], values: Sequence[Any]) -> list[Any]:

@@ -13,15 +13,21 @@ from onward.core.errors import ArgumentError
 from onward.core.program import Partition, Program, Variable
 from onward.core.words import Placement
 from onward.execute.pinned import pinned, pinned_names
+from onward.execute.processes import DIFFERS, first_devices, part_of
 
 _TOO_FEW = (
     "{program} is partitioned over {mesh}, which is {count} devices, and JAX shows {found} ({platform}). "
     "Take a smaller mesh, or, to try it on the host, jax.config.update('jax_num_cpu_devices', {count}) "
     "before JAX begins."
 )
-_SEVERAL = (
-    "{program} is partitioned, which runs in one process, and there are {count}. replicate(program) runs on "
-    "several; or give a step of the Program without partition arrays that are sharded over all processes."
+_NOT_ALL = (
+    "{program} is partitioned over {mesh}, and the mesh has no device of process {process}. Of {processes} "
+    "processes each takes part in every step: make the mesh of devices of all of them, jax.make_mesh(...)."
+)
+_IN_PART = (
+    "{program}: {name!r} is split {spec} over {mesh}, so that processes have some of its rows together and "
+    "others not. Let the axes that split the batch come first in the mesh, so that each process has rows of "
+    "its own; or feed arrays over all devices, jax.make_array_from_callback(shape, sharding, ...)."
 )
 
 
@@ -35,8 +41,6 @@ class Meshed:
         wanted: what a step returns.
     """
 
-    is_shared = False
-
     def __init__(
         self,
         program: Program,
@@ -46,8 +50,12 @@ class Meshed:
     ) -> None:
         assert program.partition is not None
         self._specs = specs
+        self.name = program.name
         self.mesh = mesh_of(program.name, program.partition)
+        self.is_shared = jax.process_count() > 1
         self.results = [Placement.REPLICATED for _ in wanted]  # whole arrays, wherever their parts lie
+        of = {g: p.name for p, g in program.gradients}
+        self._wanted = [self._specs.get(of.get(v, v.name), PartitionSpec()) for v in wanted]
         old = {new: old for old, new in program.next_state.items()}
         self._changed = [old[v] for v in following]
         self._pinned = pinned_names(program)
@@ -59,18 +67,43 @@ class Meshed:
     def shardings(self, *groups: Sequence[Variable]) -> dict[str, Any]:
         """Where the compiled step takes its arrays from, group by group, and where it leaves them."""
         given = tuple(tuple(map(self._sharding, group)) for group in groups)
-        return {"in_shardings": given, "out_shardings": (list(map(self._sharding, self._changed)), None)}
+        results = [NamedSharding(self.mesh, spec) for spec in self._wanted] if self.is_shared else None
+        return {"in_shardings": given, "out_shardings": (list(map(self._sharding, self._changed)), results)}
 
     def place(self, v: Variable, value: Any) -> Any:
-        """The value of a state Variable, over the devices."""
-        return jax.device_put(value, self._sharding(v))
+        """The value of a state Variable, known to every process, over the devices.
+
+        Raises:
+            ArgumentError: the processes have different values.
+        """
+        try:
+            return jax.device_put(value, self._sharding(v))
+        except AssertionError:
+            raise ArgumentError(DIFFERS.format(program=self.name, name=v.name)) from None
 
     def feed(self, v: Variable, value: Any) -> Any:
-        """Data over the devices."""
-        return jax.device_put(value, self._sharding(v))
+        """Data over the devices: of several processes each feeds the rows of its own devices.
+
+        Raises:
+            ArgumentError: some processes have rows together, and others have other ones.
+        """
+        sharding = self._sharding(v)
+        fed = part_of(value, sharding)
+        if fed is not value:
+            self._expect_own(v, fed)
+        return fed
+
+    def _expect_own(self, v: Variable, fed: Any) -> None:
+        """Raise ``ArgumentError`` if some but not all processes have the same part of an array."""
+        of: dict[str, set[int]] = {}
+        for device, index in fed.sharding.devices_indices_map(fed.shape).items():
+            of.setdefault(str(index), set()).add(device.process_index)
+        if max(map(len, of.values())) > 1 and min(map(len, of.values())) < jax.process_count():
+            told = {"program": self.name, "name": v.name, "spec": fed.sharding.spec}
+            raise ArgumentError(_IN_PART.format(mesh=dict(self.mesh.shape), **told))
 
     def local(self, results: Sequence[Any]) -> list[Any]:
-        """The results of this process, which is the only one."""
+        """The results of this process: every one has the whole of all but what is split as a parameter is."""
         return list(results)
 
     of_all = local
@@ -85,15 +118,16 @@ def mesh_of(program: str, how: Partition) -> Mesh:
     """The mesh of devices that a Program is partitioned over.
 
     Raises:
-        ArgumentError: JAX shows too few devices, or there are several processes.
+        ArgumentError: JAX shows too few devices, or the mesh leaves a process out.
     """
-    if jax.process_count() > 1:
-        raise ArgumentError(_SEVERAL.format(program=program, count=jax.process_count()))
-    devices = how.devices or tuple(jax.devices()[: how.count])
-    if len(devices) < how.count:
-        platform = jax.devices()[0].platform
-        found = len(jax.devices())
-        raise ArgumentError(
-            _TOO_FEW.format(program=program, mesh=how, count=how.count, found=found, platform=platform)
-        )
+    found = jax.devices()
+    if len(how.devices or found) < how.count:
+        told = {"program": program, "mesh": how, "count": how.count}
+        raise ArgumentError(_TOO_FEW.format(found=len(found), platform=found[0].platform, **told))
+    devices = how.devices or first_devices(program, f"is partitioned over {how}, which is", how.count)
+    takes_part = {device.process_index for device in devices}
+    for process in range(jax.process_count()):
+        if process not in takes_part:
+            told = {"program": program, "mesh": how, "process": process}
+            raise ArgumentError(_NOT_ALL.format(processes=jax.process_count(), **told))
     return Mesh(np.array(devices).reshape(tuple(how.mesh.values())), tuple(how.mesh))

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-
 from onward.core.program import Program, Variable
 from onward.distribute.pipeline.schedule import StageWork
 from onward.execute.stage_executables import StageExecutables
@@ -28,13 +26,13 @@ class PipelineRun:
     """
 
     def __init__(self, stages: StageExecutables, own: dict[str, Any], fed: Mapping[str, Any]) -> None:
-        self.stages, self.own = stages, own
+        self.stages, self.own, self._put = stages, own, stages.rows.put
         self.fed = {**fed, **self._statistics(fed)}
         self.at: dict[tuple[int, int], Values] = {}
         self._borrowed: dict[tuple[str, int], Any] = {}
         pipeline = stages.pipeline
         ahead = pipeline.ahead
-        batch = [jax.device_put(fed[v.name], stages.whole[0]) for v in stages.split]
+        batch = [self._put(fed[v.name], stages.whole[0]) for v in stages.split]
         pieces, handed, last, self.scales = stages.begin(
             (), [self._state(v.name, 0) for v in ahead.state], batch
         )
@@ -56,13 +54,13 @@ class PipelineRun:
         program = pipeline.statistics
         if not program.outputs:
             return {}
-        data = [jax.device_put(fed[v.name], self.stages.whole[0]) for v in program.inputs]
+        data = [self._put(fed[v.name], self.stages.whole[0]) for v in program.inputs]
         found = dict(zip(program.outputs, self.stages.statistics((), [], data), strict=True))
         read = {part.name: found[v] for part, v in pipeline.loop.before.items() if v in found}
         return {**{v.name: x for v, x in found.items()}, **read}
 
     def _sent(self, v: Variable, value: Any, stage: int) -> Any:
-        return jax.device_put(value, self.stages.lies(v, stage))
+        return self._put(value, self.stages.lies(v, stage))
 
     def _state(self, name: str, stage: int) -> Any:
         """A value of state where a stage reads it; that of another stage is sent once a step."""
@@ -70,7 +68,7 @@ class PipelineRun:
         if self.stages.home[name] == whole:
             return self.own[name]
         if (name, stage) not in self._borrowed:
-            self._borrowed[name, stage] = jax.device_put(self.own[name], whole)
+            self._borrowed[name, stage] = self._put(self.own[name], whole)
         return self._borrowed[name, stage]
 
     def _once(self, stage: int, program: Program) -> None:
@@ -114,7 +112,7 @@ class PipelineRun:
         return here[v]
 
     def _scale(self, stage: int, i: int) -> Any:
-        return None if self.stages.scale is None else jax.device_put(self.scales[i], self.stages.whole[stage])
+        return None if self.stages.scale is None else self._put(self.scales[i], self.stages.whole[stage])
 
     def update(self) -> None:
         """Issue the update, phase by phase."""
@@ -142,10 +140,14 @@ class PipelineRun:
         if v in self.made:
             return self.made[v]
         if v in self.stages.program.constants:
-            return jax.device_put(self.stages.program.constants[v], self.stages.whole[0])
+            return self._put(self.stages.program.constants[v], self.stages.whole[0])
         return self.own[v.name] if v.name in self.own else self.fed[v.name]
+
+    def result(self, v: Variable) -> Any:
+        """The value of a result; of several processes each has it."""
+        return self.stages.rows.for_all(self.value(v))
 
     def following(self, v: Variable) -> Any:
         """The next value of state, with the stage that owns it."""
         new = self.stages.program.next_state.get(v, v)
-        return jax.device_put(self.value(new), self.stages.home[v.name])
+        return self._put(self.value(new), self.stages.home[v.name])

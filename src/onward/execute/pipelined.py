@@ -7,6 +7,7 @@ order of its own stage. A value is sent as soon as it is issued, and let go afte
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -17,6 +18,7 @@ from onward.core.program import Variable
 from onward.core.structure import describe
 from onward.core.walk import Where, select
 from onward.distribute.pipeline.cut import Pipeline
+from onward.distribute.split.in_words import fingerprint
 from onward.execute.checkpoint.checkpoints import Checkpoints
 from onward.execute.checkpoint.loaded import Checkpoint
 from onward.execute.feeds import Feeds, key_of
@@ -26,7 +28,10 @@ from onward.execute.line import follow
 from onward.execute.loop.interrupt import uninterrupted
 from onward.execute.options import OptionSet, Value, option_set
 from onward.execute.out import Out, Results
+from onward.execute.peers.deadline import deadline_of
+from onward.execute.peers.peers import Peers
 from onward.execute.pipeline_run import PipelineRun
+from onward.execute.processes import expect_alike, label_of, lies_in_a_stage, rows_of_all
 from onward.execute.restore import restored
 from onward.execute.stage_executables import StageExecutables
 from onward.execute.state import State
@@ -41,6 +46,7 @@ def pipelined(
     donate: bool | Iterable[Where],
     check_feeds: bool,
     options: Any,
+    deadline: float | None,
     others: Mapping[str, bool],
 ) -> PipelineStep:
     """The Step of a Pipeline; ``others`` says which options of ``compile`` were given beside.
@@ -57,7 +63,7 @@ def pipelined(
         instead = ": return it beside the loss (has_aux=True)" if word == "fetch" else ""
         raise ArgumentError(_NOT_YET.format(word=word, instead=instead))
     found: OptionSet = option_set(options)
-    return PipelineStep(pipeline, donate, check_feeds, found.compiler)
+    return PipelineStep(pipeline, donate, check_feeds, found.compiler, deadline)
 
 
 class PipelineStep(NotPickled):
@@ -86,6 +92,7 @@ class PipelineStep(NotPickled):
         donate: bool | Iterable[Where] = True,
         check_feeds: bool = True,
         options: Mapping[str, Value] | None = None,
+        deadline: float | None = None,
     ) -> None:
         self.pipeline, self.program = pipeline, pipeline.accumulated
         self.layout = Layout.of(self.program)
@@ -97,6 +104,15 @@ class PipelineStep(NotPickled):
         chosen = changed if donate is True else chosen
         self.stages = StageExecutables(pipeline, {v.name for v in chosen}, options or {})
         self._results = Results(self.program.outputs, self.program.loss, self.program.signature)
+        self._split = {v.name for v in self.stages.split}
+        self._deadline = deadline_of(deadline)
+        self._peers = Peers.meet(self._deadline) if self.is_shared else None
+        self._fingerprint = fingerprint(self.program) if self.is_shared else ""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether its stages lie on devices of several processes."""
+        return self.stages.rows.is_shared
 
     @uninterrupted
     def init(self, parameters: Any = None, state: Any = None, *, seed: int = 0) -> State:
@@ -129,7 +145,9 @@ class PipelineStep(NotPickled):
         return self.pipeline
 
     def _placed(self, v: Variable, value: Any) -> Any:
-        return jax.device_put(value, self.stages.home[v.name])
+        if self.is_shared and not lies_in_a_stage(value):
+            expect_alike(self.program.name, v.name, value)
+        return self.stages.rows.put(value, self.stages.home[v.name])
 
     @uninterrupted
     def __call__(self, state: State, /, *data: Any, **feed: Any) -> tuple[State, Out]:
@@ -141,19 +159,48 @@ class PipelineStep(NotPickled):
         """
         values = self._fed(data, feed)
         own = self._own(state)
-        fed = dict(zip((v.name for v in self.program.inputs), values, strict=True))
-        run = PipelineRun(self.stages, own, fed)
+        if self._peers is None:
+            changed, results = self._run(own, values)
+        else:
+            run = partial(self._run_together, own, values)
+            changed, results = self._peers.run(run, self._deadline, self._label(values))
+        following = State(self.layout, changed)
+        follow(state, following)
+        return following, Out(self._results, results)
+
+    def _run(self, own: dict[str, Any], values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """The state after a step on a whole batch, and its results."""
+        self._expect_cut_for(values)
+        run = PipelineRun(self.stages, own, dict(zip(self._names, values, strict=True)))
         run.micro_batches()
         run.update()
-        following = State(self.layout, [run.following(v) for v in self.layout.variables])
-        follow(state, following)
-        return following, Out(self._results, [run.value(v) for v in self.program.outputs])
+        changed = [run.following(v) for v in self.layout.variables]
+        return changed, [run.result(v) for v in self.program.outputs]
+
+    def _run_together(self, own: dict[str, Any], values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Run in all processes, each of which feeds its part of the batch."""
+        pairs = zip(self._names, values, strict=True)
+        found = self._run(own, [rows_of_all(x) if name in self._split else x for name, x in pairs])
+        jax.block_until_ready(found)
+        return found
+
+    def _label(self, values: Sequence[Any]) -> str:
+        """What has to be the same in all processes."""
+        pairs = zip(self._names, values, strict=True)
+        told = (f"{name} {label_of(x, name not in self._split)}" for name, x in pairs)
+        return ", ".join((f"Program {self._fingerprint}", *told))
+
+    @property
+    def _names(self) -> list[str]:
+        return [v.name for v in self.program.inputs]
 
     def _fed(self, data: tuple[Any, ...], feed: Mapping[str, Any]) -> Sequence[Any]:
         values = self.feeds.read(self.feeds.named(data, feed) if feed else data)
         if self._checks:
             self.feeds.check_bounds(values)
-        values = self.feeds.convert(values)
+        return self.feeds.convert(values)
+
+    def _expect_cut_for(self, values: Sequence[Any]) -> None:
         for v, x in zip(self.program.inputs, values, strict=True):
             if tuple(x.shape) != v.shape:
                 raise ArgumentError(
@@ -161,7 +208,6 @@ class PipelineStep(NotPickled):
                     f"{v.type}. Make one for batches of this length: pipeline(program traced for it, ...). A "
                     "shorter last batch is left out by batches(..., drop_last=True)."
                 )
-        return values
 
     def _own(self, state: State) -> dict[str, Any]:
         """The values of a State, each with the stage that owns it."""
@@ -177,7 +223,7 @@ class PipelineStep(NotPickled):
             )
         state.expect_whole()
         self.layout.expect_all(state.layout, self.program.name)
-        return {name: jax.device_put(state[name], device) for name, device in self.stages.home.items()}
+        return {name: self.stages.rows.put(state[name], home) for name, home in self.stages.home.items()}
 
     def __repr__(self) -> str:
         schedule = self.pipeline.schedule

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -17,6 +17,7 @@ from onward.core.placement import equal_variables
 from onward.core.program import Program, Replicas, Variable
 from onward.core.words import Kind, Pass, Placement
 from onward.execute.pinned import pinned, pinned_names
+from onward.execute.processes import DIFFERS, first_devices, part_of
 
 _TOO_FEW = (
     "{program} is replicated for {count} devices, and JAX shows {found} ({platform}). Replicate it for "
@@ -28,10 +29,6 @@ _SHARDED = (
     "the whole of it. To keep it sharded, compile the Program without replicate: the step runs where its "
     "arrays lie. To replicate it, give it whole: jax.device_get({name}); merge=Sharded() shards what the "
     "optimizer keeps of it."
-)
-_UNEVEN = (
-    "{program} is replicated for {count} devices, which {processes} processes cannot share evenly. "
-    "Replicate it for all {found}, or for a multiple of {processes}."
 )
 
 
@@ -142,10 +139,7 @@ class Spread:
         try:
             return jax.device_put(value, self._home(v))
         except AssertionError:
-            raise ArgumentError(
-                f"{self.program.name}: {v.name!r} differs from process to process. All must begin with the "
-                "same values: draw them from the same seed, or load the same checkpoint."
-            ) from None
+            raise ArgumentError(DIFFERS.format(program=self.program.name, name=v.name)) from None
 
     def _expect_whole(self, v: Variable, value: jax.Array) -> None:
         """Raise ``ArgumentError`` for a parameter of which each device has a part."""
@@ -156,9 +150,7 @@ class Spread:
 
     def feed(self, v: Variable, value: Any) -> Any:
         """Data of this process as its part of the data of all."""
-        if isinstance(value, jax.core.Tracer) or not getattr(value, "is_fully_addressable", True):
-            return value
-        return jax.make_array_from_process_local_data(self._sharding(v.placement), np.asarray(value))
+        return part_of(value, self._sharding(v.placement))
 
     def local(self, results: Sequence[Any]) -> list[Any]:
         """The results of this process: its part of what differs from device to device."""
@@ -208,30 +200,6 @@ def _joined(x: Any) -> Any:
     return x.reshape(-1, *x.shape[2:])
 
 
-def place_among_processes() -> tuple[int, int]:
-    """Which process this is, and of how many; asks no device, so that JAX need not have begun."""
-    if not jax.distributed.is_initialized():
-        return 0, 1
-    return jax.process_index(), jax.process_count()
-
-
-def gathered(value: Any) -> Any:
-    """The whole of an array that lies over several processes, all of which call this together."""
-    if not isinstance(value, jax.Array) or value.is_fully_addressable:
-        return value
-    if value.is_fully_replicated:
-        return value.addressable_data(0)
-    return multihost_utils.process_allgather(value, tiled=True)
-
-
-def of_processes(values: Any) -> Any:
-    """Numbers of every process, as ``[processes, ...]``; all of them call this together."""
-    wide = np.asarray(values, np.float64)
-    if jax.process_count() == 1:
-        return wide[None]
-    return multihost_utils.process_allgather(wide.view(np.uint32)).view(np.float64)  # JAX would make float32
-
-
 def on_one_device(values: tuple[Any, ...]) -> tuple[Any, ...]:
     """Arrays that every device has, as the first device of this process has them; no copy.
 
@@ -244,36 +212,16 @@ def on_one_device(values: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(x.addressable_data(0) for x in values)
 
 
-def on_this_process(values: Sequence[Any]) -> list[Any]:
-    """Arrays that every device of several processes has, as the first device of this process has them."""
-
-    def is_shared(x: Any) -> bool:
-        return isinstance(x, jax.Array) and not x.is_fully_addressable and x.is_fully_replicated
-
-    return [x.addressable_data(0) if is_shared(x) else x for x in values]
-
-
 def devices_of(program: str, replicas: Replicas) -> list[Any]:
     """The devices that a Program runs on: the first ones, equally many of each process.
 
     Raises:
         ArgumentError: there are too few, or the processes cannot share them evenly.
     """
-    found, count, processes = jax.devices(), replicas.count, jax.process_count()
+    found, count = jax.devices(), replicas.count
     if len(found) < count:
         platform = found[0].platform
         raise ArgumentError(
             _TOO_FEW.format(program=program, count=count, found=len(found), platform=platform)
         )
-    if count == 1:
-        return [jax.local_devices()[0]]
-    if count % processes:
-        raise ArgumentError(
-            _UNEVEN.format(program=program, count=count, found=len(found), processes=processes)
-        )
-    of_process = (_first(found, process, count // processes) for process in range(processes))
-    return [device for devices in of_process for device in devices]
-
-
-def _first(devices: Iterable[Any], process: int, count: int) -> list[Any]:
-    return [device for device in devices if device.process_index == process][:count]
+    return [jax.local_devices()[0]] if count == 1 else first_devices(program, "is replicated for", count)

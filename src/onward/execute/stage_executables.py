@@ -8,18 +8,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
-from onward.core.errors import ArgumentError
 from onward.core.lower import lower
 from onward.core.program import Program, Variable
 from onward.develop.accumulation.micro_batches import LoopPlan, LoopResult
 from onward.distribute.pipeline.cut import Pipeline
 from onward.distribute.pipeline.once import Place
 from onward.execute.options import Value, all_options
-
-StagePlace = Any  # a sharding, or where there is one a device: to send there takes less time
+from onward.execute.stage_rows import StagePlace, StageRows, sharding_of
 
 
 class StagePart(NamedTuple):
@@ -51,6 +48,7 @@ class StageExecutables:
         options: for the compiler.
 
     Attributes:
+        rows: the devices of the stages.
         whole: for each stage how a value lies that all of its devices have.
         home: how each state Variable lies, by name.
         split: the data that is cut into micro-batches.
@@ -68,7 +66,8 @@ class StageExecutables:
     def __init__(self, pipeline: Pipeline, donate: Collection[str], options: Mapping[str, Value]) -> None:
         self.pipeline, self.program, self.donate = pipeline, pipeline.accumulated, donate
         self._options = dict(all_options(options))
-        self.whole = _stages(pipeline)
+        self.rows = StageRows(pipeline)
+        self.whole = self.rows.whole
         self.home = {v.name: self.whole[pipeline.homes[v]] for v in self.program.state}
         loop = pipeline.loop
         self.split = [v for v in loop.turn.inputs if v.name in loop.how.split]
@@ -107,21 +106,21 @@ class StageExecutables:
 
     def typed(self, v: Variable, stage: int) -> jax.ShapeDtypeStruct:
         """The type of a value as it lies in a stage."""
-        return jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=_sharding(self.lies(v, stage)))
+        return jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=sharding_of(self.lies(v, stage)))
 
     def compiled(self, run: Any, stage: int, *types: Any, outs: Any = None) -> Any:
         """A function compiled for the devices of a stage, which takes over its first argument.
 
         All devices have all of what no ``outs`` or type lays out.
         """
-        whole = _sharding(self.whole[stage])
-        laid = jax.tree.map(_sharding, outs or whole)
+        whole = sharding_of(self.whole[stage])
+        laid = jax.tree.map(sharding_of, outs or whole)
         jitted = jax.jit(run, donate_argnums=(0,) if types else (), out_shardings=laid)
 
         def placed(kind: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=kind.sharding or whole)
 
-        return jitted.lower(*jax.tree.map(placed, types)).compile(self._options)
+        return self.rows.compiled(jitted, stage, jax.tree.map(placed, types), laid, self._options)
 
     def _part(self, place: Place, program: Program) -> StagePart:
         loop, (stage, _) = self.pipeline.loop, place
@@ -245,7 +244,7 @@ class StageUpdate:
         found = jax.eval_shape(
             lambda x, scale: scaled(loop, result, x, scale), result.part.aval, stages.scale
         )
-        laid = _sharding(stages.lies(result.part, self.stage))
+        laid = sharding_of(stages.lies(result.part, self.stage))
         return [found.update(sharding=laid)] * loop.how.steps
 
     def _whole(self, v: Variable, value: Any) -> Any:
@@ -259,28 +258,3 @@ class StageUpdate:
 def scaled(loop: LoopPlan, result: LoopResult, x: Any, scale: Any) -> Any:
     """The share of a micro-batch in a sum, or its piece of what is joined."""
     return loop.scaled(x, scale) if result.is_weighed else x
-
-
-def _sharding(place: StagePlace) -> Sharding:
-    return place if isinstance(place, Sharding) else SingleDeviceSharding(place)
-
-
-def _stages(pipeline: Pipeline) -> Sequence[StagePlace]:
-    """How a value lies that all devices of a stage have, for each stage: a row of devices."""
-    found, stages, each = jax.devices(), pipeline.schedule.stages, pipeline.data
-    if jax.process_count() > 1:
-        raise ArgumentError(
-            f"{pipeline.program.name} is a pipeline, whose stages lie on the devices of one process, and "
-            f"there are {jax.process_count()}. Several take replicate(program, devices)."
-        )
-    if len(found) < (count := stages * each):
-        own = "a device of its own" if each == 1 else f"{each} devices of its own"
-        raise ArgumentError(
-            f"{pipeline.program.name} is cut into {stages} stages, each on {own}, and JAX shows "
-            f"{len(found)} ({found[0].platform}). Take fewer, or, to try more on the host, set "
-            f"XLA_FLAGS=--xla_force_host_platform_device_count={count} before JAX starts."
-        )
-    if each == 1:
-        return found[:stages]
-    rows = np.array(found[:count]).reshape(stages, each)
-    return [NamedSharding(Mesh(row, ("data",)), PartitionSpec()) for row in rows]

@@ -18,7 +18,7 @@ from onward.core.source import user_level
 from onward.develop.over_batch.from_parts import Results, from_parts
 from onward.develop.over_batch.known import Follows, How
 from onward.execute.feeds import data_names
-from onward.execute.spread import of_processes
+from onward.execute.processes import of_processes
 from onward.execute.state import State
 
 _EXTREMES: Mapping[How, Callable[..., Any]] = {How.MOST: np.max, How.LEAST: np.min}

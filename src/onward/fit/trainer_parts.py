@@ -104,6 +104,13 @@ class TrainerParts(ByName, NotPickled, Pointing):
             with self._kept():
                 self._step.expect_going(self.joined())
 
+    @property
+    def is_spread(self) -> bool:
+        """Whether a step computes on several devices."""
+        replicas = self.program.replicas
+        is_meshed = isinstance(self._step, PipelineStep) or self.program.partition is not None
+        return is_meshed or (replicas is not None and replicas.count > 1)
+
     def expect_one_place(self, what: str) -> None:
         """Raise ``ArgumentError`` if what is trained lies in the stages of a pipeline."""
         if isinstance(self._step, PipelineStep):

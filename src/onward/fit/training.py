@@ -27,8 +27,8 @@ from onward.execute.loop.prefetch import prefetched
 from onward.execute.loop.reader import LoopReader
 from onward.execute.out import Out
 from onward.execute.peers.deadline import deadline_of
+from onward.execute.processes import place_among_processes
 from onward.execute.restore import say
-from onward.execute.spread import place_among_processes
 from onward.fit.evaluator import as_feed, batch_size, metrics_of
 from onward.fit.finite import check_numbers
 from onward.fit.progress import Progress
@@ -112,8 +112,8 @@ class Training:
     @contextmanager
     def together(self) -> Iterator[None]:
         """Where several processes make the steps, no signal ends one before all know the last step."""
-        part, replicas = self.interrupts.uninterrupted, self.trainer.program.replicas
-        several = replicas is not None and replicas.count > 1 and place_among_processes()[1] > 1
+        part = self.interrupts.uninterrupted
+        several = self.trainer.is_spread and place_among_processes()[1] > 1
         before = part.is_shared
         part.is_shared = before or (several and current_thread() is main_thread())
         try:

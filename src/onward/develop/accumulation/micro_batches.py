@@ -149,6 +149,8 @@ class LoopResult:
     def joined(self, parts: Any) -> Any:
         """The array of the whole batch from ``[steps, ...]``, without the padding."""
         if self.extreme is not None:
+            if self.extreme is How.SAME:  # maybe a key, which has no extreme
+                return parts[0]
             return jnp.min(parts, 0) if self.extreme is How.LEAST else jnp.max(parts, 0)
         if not self.whole.size:
             return jnp.zeros(self.whole.shape, self.whole.dtype)

@@ -46,7 +46,7 @@ from onward.execute.disk.durable import discard, make_folder, sweep, sync
 from onward.execute.disk.encoding import encode
 from onward.execute.disk.lock import Lock, LockedError
 from onward.execute.loop.history import History
-from onward.execute.spread import gathered, place_among_processes
+from onward.execute.processes import gathered, place_among_processes
 from onward.execute.state import State
 
 WRITER = ".writer"  # the file that its writer locks

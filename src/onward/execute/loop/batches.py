@@ -18,7 +18,7 @@ import numpy as np
 from onward.core.errors import ArgumentError
 from onward.core.structure import describe, expect_count, expect_flag
 from onward.define.arguments import expect_unmasked
-from onward.execute.spread import place_among_processes
+from onward.execute.processes import place_among_processes
 
 
 def batches(

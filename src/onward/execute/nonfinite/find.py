@@ -36,7 +36,7 @@ from onward.execute.nonfinite.numbers import Numbers
 from onward.execute.nonfinite.walk_back import BadValue, FaultOrigin, walk_back
 from onward.execute.pieces import PiecewiseRun
 from onward.execute.portions import Portions
-from onward.execute.spread import on_this_process
+from onward.execute.processes import on_this_process
 
 
 def find(program: Program, state: Mapping[str, Any], data: tuple[Any, ...]) -> NonFinite | None:

@@ -10,6 +10,7 @@ so by itself.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -24,6 +25,10 @@ _RESTART = (
 _TIME = "a longer deadline: onward launch --deadline 1800, or ONWARD_DEADLINE=1800"
 _COUNT = f"Give all processes the same number of batches. If one only takes longer to read, set {_TIME}."
 _SHAPE = "Give all processes batches of the same shape in a step: drop the last, shorter one, or fill it up."
+_NUMBERS = (
+    "What is not split over the processes each feeds as a whole, with the same numbers: a rate or a key that "
+    "all compute alike, a mean over the processes, or a whole batch (batches(..., parts=False))."
+)
 _SLOW = f"All {{count}} processes are alive and take part, so it may only be slow: set {_TIME}."
 
 
@@ -137,7 +142,10 @@ def verdict(view: PeerView) -> str:
     told = [_told(view, kind, i) for kind, i in guilty[:_SHOWN]]
     if len(guilty) > _SHOWN:
         told.append(f"And {len(guilty) - _SHOWN} more.")
-    return " ".join([*told, _ADVICE[guilty[0][0]]])
+    gravest, first = guilty[0]
+    is_of_numbers = _shapes(view.heard[first].word.text) == _shapes(view.label)
+    advice = _NUMBERS if gravest is PeerState.MISMATCHED and is_of_numbers else _ADVICE[gravest]
+    return " ".join([*told, advice])
 
 
 def _told(view: PeerView, kind: PeerState, i: int) -> str:
@@ -177,6 +185,11 @@ def _deed(view: PeerView, kind: PeerState, heard: LastWord) -> str:
 def _program(label: str) -> str:
     """The Program that a label names at its beginning; empty if it names none."""
     return label.partition(",")[0] if label.startswith("Program ") else ""
+
+
+def _shapes(label: str) -> str:
+    """A label without the numbers in it."""
+    return re.sub(r"\] = [^,]*", "]", label)
 
 
 def _where(word: PeerWord, step: int) -> str:

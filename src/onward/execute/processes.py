@@ -1,0 +1,155 @@
+"""Arrays over several processes of one computation: how each gives its part, and how all read the whole.
+
+Each process runs the same script, and computes on its own devices. An array over devices of several is made
+of what each of them gives (``part_of``), and nobody can read it alone (``gathered``). In one process all of
+this is what JAX does by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, Sharding
+
+from onward.core.errors import ArgumentError
+from onward.core.variable import holds_keys
+
+STAGE = "devices of a stage"
+"""The axis of the mesh of devices that a stage of a pipeline over several processes has."""
+
+_UNEVEN = (
+    "{program} {wants} {count} devices, which {processes} processes cannot share evenly. Take all {found}, "
+    "or a multiple of {processes}."
+)
+
+DIFFERS = (
+    "{program}: {name!r} differs from process to process. All must begin with the same values: draw them "
+    "from the same seed, or load the same checkpoint."
+)
+
+
+def place_among_processes() -> tuple[int, int]:
+    """Which process this is, and of how many; asks no device, so that JAX need not have begun."""
+    if not jax.distributed.is_initialized():
+        return 0, 1
+    return jax.process_index(), jax.process_count()
+
+
+def first_devices(program: str, wants: str, count: int) -> list[Any]:
+    """So many of the first devices, equally many of each process, in the order of the processes.
+
+    Raises:
+        ArgumentError: the processes cannot share them evenly.
+    """
+    found, processes = jax.devices(), jax.process_count()
+    each, rest = divmod(count, processes)
+    if rest:
+        told = {"program": program, "wants": wants, "found": len(found)}
+        raise ArgumentError(_UNEVEN.format(count=count, processes=processes, **told))
+    return [device for process in range(processes) for device in _of(found, process)[:each]]
+
+
+def _of(devices: Iterable[Any], process: int) -> list[Any]:
+    return [device for device in devices if device.process_index == process]
+
+
+def part_of(value: Any, sharding: Sharding) -> Any:
+    """What this process feeds as its part of the array of all; the same array if it is that already."""
+    if isinstance(value, jax.core.Tracer) or not getattr(value, "is_fully_addressable", True):
+        return value
+    is_key = isinstance(value, jax.Array) and holds_keys(value.dtype)
+    return jax.make_array_from_process_local_data(sharding, value if is_key else np.asarray(value))
+
+
+def label_of(value: Any, is_whole: bool) -> str:
+    """What has to be the same of data in all processes: its shape, and its numbers where each has all of it.
+
+    >>> label_of(np.float32(0.5), True), label_of(np.arange(3), False)
+    ('[] = 0.5', '[3]')
+    """
+    shape = str(list(value.shape))
+    if not is_whole:
+        return shape
+    own = _numbers(value)
+    return (
+        f"{shape} = {own}"
+        if not own.ndim
+        else f"{shape} #{blake2b(own.tobytes(), digest_size=4).hexdigest()}"
+    )
+
+
+def _numbers(value: Any) -> np.ndarray:
+    """The numbers of an array that this process has the whole of."""
+    if not isinstance(value, jax.Array):
+        return np.asarray(value)
+    if not value.is_fully_addressable:
+        value = value.addressable_data(0)
+    return np.asarray(jax.random.key_data(value) if holds_keys(value.dtype) else value)
+
+
+def expect_alike(program: str, name: str, value: Any) -> None:
+    """Raise ``ArgumentError`` for a value that processes have otherwise; all of them call this together."""
+    digest = np.frombuffer(blake2b(_numbers(value).tobytes(), digest_size=8).digest(), np.uint32)
+    if np.ptp(multihost_utils.process_allgather(digest), axis=0).any():
+        raise ArgumentError(DIFFERS.format(program=program, name=name))
+
+
+def lies_in_a_stage(value: Any) -> bool:
+    """Whether it is of a stage of a pipeline over several processes, some of which may have none of it."""
+    sharding = getattr(value, "sharding", None)
+    return isinstance(sharding, NamedSharding) and STAGE in sharding.mesh.axis_names
+
+
+def gathered(value: Any) -> Any:
+    """The whole of an array that lies over several processes, all of which call this together."""
+    if lies_in_a_stage(value):
+        return _from_a_stage(value)
+    if not isinstance(value, jax.Array) or value.is_fully_addressable:
+        return value
+    if value.is_fully_replicated:
+        return value.addressable_data(0)
+    return multihost_utils.process_allgather(value, tiled=True)
+
+
+def rows_of_all(value: Any) -> Any:
+    """The rows that every process feeds, in the order of the processes; all of them call this together."""
+    if not getattr(value, "is_fully_addressable", True):
+        return gathered(value)
+    if isinstance(value, jax.Array) and holds_keys(value.dtype):
+        found = multihost_utils.process_allgather(jax.random.key_data(value), tiled=True)
+        return jax.random.wrap_key_data(found, impl=jax.random.key_impl(value))
+    return multihost_utils.process_allgather(np.asarray(value), tiled=True)
+
+
+def _from_a_stage(value: Any) -> Any:
+    """A value that all devices of a stage have, from the first process with one of them."""
+    is_key = holds_keys(value.dtype)
+    owner = min(device.process_index for device in value.sharding.device_set)
+    kind = jax.eval_shape(jax.random.key_data, value) if is_key else value
+    is_mine = owner == jax.process_index()
+    own = _numbers(value) if is_mine else np.zeros(kind.shape, kind.dtype)
+    sent = own.reshape(-1).view(np.uint8)  # the very bits
+    found = multihost_utils.broadcast_one_to_all(sent, is_source=is_mine).view(own.dtype).reshape(own.shape)
+    return jax.random.wrap_key_data(found, impl=jax.random.key_impl(value)) if is_key else found
+
+
+def of_processes(values: Any) -> Any:
+    """Numbers of every process, as ``[processes, ...]``; all of them call this together."""
+    wide = np.asarray(values, np.float64)
+    if jax.process_count() == 1:
+        return wide[None]
+    return multihost_utils.process_allgather(wide.view(np.uint32)).view(np.float64)  # JAX would make float32
+
+
+def on_this_process(values: Sequence[Any]) -> list[Any]:
+    """Arrays that every device of several processes has, as the first device of this process has them."""
+
+    def is_shared(x: Any) -> bool:
+        return isinstance(x, jax.Array) and not x.is_fully_addressable and x.is_fully_replicated
+
+    return [x.addressable_data(0) if is_shared(x) else x for x in values]

@@ -1,0 +1,193 @@
+"""Where the stages of a pipeline lie, a row of devices each, and how values get from one to another.
+
+In one process ``jax.device_put`` does all of it. Of several processes each calls the same functions in the
+same order, for every value of the pipeline: of one that lies on devices of others it has an array without
+data, and what computes there it leaves out. A value is copied where the devices of both rows belong to the
+same processes, position by position; otherwise both rows exchange it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from onward.core.errors import ArgumentError
+from onward.core.variable import holds_keys
+from onward.distribute.pipeline.cut import Pipeline
+from onward.execute.processes import STAGE, first_devices, lies_in_a_stage
+
+StagePlace = Any  # a sharding, or where there is one a device: to send there takes less time
+
+_TOO_FEW = (
+    "{name} is cut into {stages} stages, each on {own}, and JAX shows {found} ({platform}). Take fewer, or, "
+    "to try more on the host, set XLA_FLAGS=--xla_force_host_platform_device_count={count} before JAX starts."
+)
+_UNEVEN = (
+    "{name} has {stages} stages of {each} devices, and there are {processes} processes: each takes as many "
+    "whole stages as the others, or as many devices of every stage. Take a multiple of {processes} stages, "
+    "or of devices for each, pipeline(..., data={processes})."
+)
+
+
+class StageRows:
+    """The devices of the stages.
+
+    Attributes:
+        whole: for each stage how a value lies that all of its devices have.
+        is_shared: whether they belong to several processes.
+    """
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.name = pipeline.program.name
+        self.is_shared: bool = jax.process_count() > 1
+        self.whole = _rows(pipeline)
+        self._exchanges: dict[Any, Callable[[Any], Any]] = {}
+
+    def put(self, value: Any, place: StagePlace) -> Any:
+        """A value to a place: what a stage has from there, anything else as all processes know it."""
+        if not self.is_shared:
+            return jax.device_put(value, place)
+        if isinstance(value, list):
+            return [self.put(x, place) for x in value]
+        if not lies_in_a_stage(value):
+            parts = place.addressable_devices_indices_map(np.shape(value))
+            arrays = [jax.device_put(value[index], device) for device, index in parts.items()]
+            return _array(np.shape(value), value.dtype, place, arrays)
+        here, there = value.sharding.mesh.devices.flat, place.mesh.devices.flat
+        if value.sharding == place:
+            return value
+        assert _split(value.sharding) == _split(place), "a value is split alike in all stages"
+        if all(a.process_index == b.process_index for a, b in zip(here, there, strict=True)):
+            return self._copied(value, place)
+        return self._exchanged(value, place)
+
+    def for_all(self, value: Any) -> Any:
+        """What a stage has, where every process has the whole of it: in its first stage."""
+        if not self.is_shared:
+            return value
+        if lies_in_a_stage(value):
+            value = self._joined(value)
+        mine = None
+        for stage in dict.fromkeys(map(self._first_stage, range(jax.process_count()))):
+            found = self.put(value, self.whole[stage])
+            if stage == self._first_stage(jax.process_index()):
+                mine = found
+        return mine
+
+    def _first_stage(self, process: int) -> int:
+        """The first stage that has a device of a process."""
+        has = (any(d.process_index == process for d in row.mesh.devices.flat) for row in self.whole)
+        return next(i for i, found in enumerate(has) if found)
+
+    def compiled(self, jitted: Any, stage: int, types: Sequence[Any], laid: Any, options: Any) -> Any:
+        """A function compiled for the devices of a stage; in a process without any, one that is left out."""
+        lowered = jitted.lower(*types)
+        place = self.whole[stage]
+        if not self.is_shared or place.addressable_devices:
+            return lowered.compile(options)
+
+        def absent(sharding: Sharding, outs: Any) -> Any:
+            return jax.tree.map(lambda x: _array(x.shape, x.dtype, sharding, []), outs)
+
+        return lambda *_: jax.tree.map(absent, laid, lowered.out_info)
+
+    def _joined(self, value: Any) -> Any:
+        """A value that the devices of a stage may have shared out, whole on each of them."""
+        whole = NamedSharding(value.sharding.mesh, PartitionSpec())
+        is_here = bool(whole.addressable_devices)
+        return jax.device_put(value, whole) if is_here else _array(value.shape, value.dtype, whole, [])
+
+    def _copied(self, value: Any, place: NamedSharding) -> Any:
+        to = dict(zip(value.sharding.mesh.devices.flat, place.mesh.devices.flat, strict=True))
+        arrays = [jax.device_put(shard.data, to[shard.device]) for shard in value.addressable_shards]
+        return _array(value.shape, value.dtype, place, arrays)
+
+    def _exchanged(self, value: Any, place: NamedSharding) -> Any:
+        """A value sent from process to process: both rows compute a step of it together."""
+        rows = np.stack([value.sharding.mesh.devices.ravel(), place.mesh.devices.ravel()])
+        both = NamedSharding(Mesh(rows, ("from_to", STAGE)), _row_spec(place.spec))
+        if not both.addressable_devices:
+            return _array(value.shape, value.dtype, place, [])
+        key = both, value.shape, value.dtype
+        if key not in self._exchanges:
+            self._exchanges[key] = _exchange(both, value.shape, value.dtype)
+        found = self._exchanges[key](value)
+        there = place.addressable_devices
+        arrays = [shard.data for shard in found.addressable_shards if shard.device in there]
+        return _array(value.shape, value.dtype, place, arrays)
+
+
+def _exchange(both: NamedSharding, shape: tuple[int, ...], dtype: Any) -> Callable[[Any], Any]:
+    """From what the first of two rows has to an array over both, which the second one has then."""
+
+    def move(x: Any) -> Any:
+        if holds_keys(dtype):
+            data = jax.lax.ppermute(jax.random.key_data(x), "from_to", [(0, 1)])
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+        return jax.lax.ppermute(x, "from_to", [(0, 1)])
+
+    run = jax.jit(
+        jax.shard_map(move, mesh=both.mesh, in_specs=both.spec, out_specs=both.spec, check_vma=False)
+    )
+    # What the second row gives is not read: it has the right type, and stays for the next call.
+    part = both.shard_shape(shape)
+    unread = jax.random.key(0) if holds_keys(dtype) else jnp.zeros((), dtype)
+    unread = jnp.broadcast_to(unread, part)
+    there = {device: jax.device_put(unread, device) for device in both.mesh.devices[1] if _is_mine(device)}
+
+    def exchange(value: Any) -> Any:
+        here = {shard.device: shard.data for shard in value.addressable_shards}
+        arrays = [{**here, **there}[d] for d in both.addressable_devices_indices_map(shape)]
+        return run(_array(shape, dtype, both, arrays))
+
+    return exchange
+
+
+def _is_mine(device: Any) -> bool:
+    return bool(device.process_index == jax.process_index())
+
+
+def _split(sharding: NamedSharding) -> list[int]:
+    """The dimensions that the devices of a row share out."""
+    return [i for i, axes in enumerate(sharding.spec) if axes is not None]
+
+
+def _row_spec(spec: PartitionSpec) -> PartitionSpec:
+    """How a value lies in a row, as a spec of a mesh whose rows have one axis."""
+    return PartitionSpec(*(None if axes is None else STAGE for axes in spec))
+
+
+def _array(shape: tuple[int, ...], dtype: Any, sharding: Sharding, arrays: list[Any]) -> Any:
+    """An array over devices of which this process has these parts, maybe none."""
+    return jax.make_array_from_single_device_arrays(shape, sharding, arrays, dtype=dtype)
+
+
+def sharding_of(place: StagePlace) -> Sharding:
+    """A place as a sharding."""
+    return place if isinstance(place, Sharding) else SingleDeviceSharding(place)
+
+
+def _rows(pipeline: Pipeline) -> Sequence[StagePlace]:
+    """How a value lies that all devices of a stage have, for each stage."""
+    stages, each, processes = pipeline.schedule.stages, pipeline.data, jax.process_count()
+    found, count, name = jax.devices(), stages * each, pipeline.program.name
+    if len(found) < count:
+        own = "a device of its own" if each == 1 else f"{each} devices of its own"
+        told = {"name": name, "stages": stages, "own": own, "found": len(found), "count": count}
+        raise ArgumentError(_TOO_FEW.format(platform=found[0].platform, **told))
+    if each == processes == 1:
+        return found[:stages]
+    if stages % processes and each % processes:
+        raise ArgumentError(_UNEVEN.format(name=name, stages=stages, each=each, processes=processes))
+    devices = np.array(first_devices(name, "is a pipeline on", count))
+    if stages % processes:  # so every process has a part of each stage
+        rows = devices.reshape(processes, stages, -1).swapaxes(0, 1).reshape(stages, each)
+    else:
+        rows = devices.reshape(stages, each)
+    axis = "data" if processes == 1 else STAGE
+    return [NamedSharding(Mesh(row, (axis,)), PartitionSpec()) for row in rows]
