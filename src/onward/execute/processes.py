@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+from itertools import compress
 from typing import Any
 
 import jax
@@ -147,9 +148,11 @@ def of_processes(values: Any) -> Any:
 
 
 def on_this_process(values: Sequence[Any]) -> list[Any]:
-    """Arrays that every device of several processes has, as the first device of this process has them."""
+    """Arrays that every device of several processes has, as the first device of this process has them.
 
-    def is_shared(x: Any) -> bool:
-        return isinstance(x, jax.Array) and not x.is_fully_addressable and x.is_fully_replicated
-
-    return [x.addressable_data(0) if is_shared(x) else x for x in values]
+    Where one of them is split over the processes, all stay where they are.
+    """
+    shared = [isinstance(x, jax.Array) and not x.is_fully_addressable for x in values]
+    if not all(x.is_fully_replicated and x.addressable_shards for x in compress(values, shared)):
+        return list(values)
+    return [x.addressable_data(0) if is_shared else x for x, is_shared in zip(values, shared, strict=True)]

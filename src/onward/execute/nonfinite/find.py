@@ -36,7 +36,7 @@ from onward.execute.nonfinite.numbers import Numbers
 from onward.execute.nonfinite.walk_back import BadValue, FaultOrigin, walk_back
 from onward.execute.pieces import PiecewiseRun
 from onward.execute.portions import Portions
-from onward.execute.processes import on_this_process
+from onward.execute.processes import gathered, on_this_process
 
 
 def find(program: Program, state: Mapping[str, Any], data: tuple[Any, ...]) -> NonFinite | None:
@@ -124,6 +124,7 @@ class _ObservedStep:
         if program.replicas is not None:
             portions = Portions(program)
             values = portions.filled(values, portions.filling(values))
+        if program.replicas is not None or program.partition is not None:
             values = list(Executable(program, (), ()).feed(values))
         layout = Layout.of(program)
         shapes = key_of(values) != key_of([layout.whole(v) for v in program.inputs])
@@ -167,7 +168,7 @@ class _ObservedStep:
             found = self._results(lifted(self.program, distinct))
             each = [x.reshape(-1, *v.shape) for x, v in zip(found, distinct, strict=True)]
             at = {v: x[device if len(x) > 1 else 0] for v, x in zip(distinct, each, strict=True)}
-        return [at[v] for v in variables]
+        return [gathered(at[v]) for v in variables]
 
     def _values_of_pieces(self, pieces: PiecewiseRun, wanted: Sequence[Variable]) -> Mapping[Variable, Any]:
         known = {v: self.given[v] for v in wanted if v in self.given}

@@ -67,14 +67,16 @@ def _code_on_host(x: np.ndarray) -> int:
 
 
 def code_of(x: Any) -> Any:
-    """The flags of an array as the bits of one number: compilers take long over three."""
+    """The flags of an array as the bits of one number.
+
+    Each of them is reduced apart: devices that have parts of the array cannot combine bits, GPUs included.
+    """
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return code_of(jnp.real(x)) | code_of(jnp.imag(x))
     if x.dtype.itemsize < 4:  # compilers may compute wider within a loop: look at what is stored
         x = jax.lax.optimization_barrier(x).astype(jnp.float32)
     tests = zip(Bad, (x != x, x == jnp.inf, x == -jnp.inf), strict=True)
-    codes = sum(test.astype(jnp.int32) << bad for bad, test in tests)
-    return jax.lax.reduce(codes, np.int32(0), jax.lax.bitwise_or, range(x.ndim))
+    return sum(jnp.any(test).astype(jnp.int32) << bad for bad, test in tests)
 
 
 _code_on_device = compiled_alone(code_of)
