@@ -22,7 +22,7 @@ from onward.distribute.split.in_words import fingerprint
 from onward.execute.host_memory import keep_for_steps
 from onward.execute.layout import Layout, Lending
 from onward.execute.loop.interrupt import uninterrupted
-from onward.execute.lying import Lying, homes_of, lying, within
+from onward.execute.lying import Lying, fed_by_all, homes_of, lying, within
 from onward.execute.memory.exhausted import is_exhausted, out_of_memory, wait_for
 from onward.execute.meshed import Meshed
 from onward.execute.options import Value, all_options, refusal
@@ -314,6 +314,7 @@ class Executable:
             x if _lies(x, s) and x.committed else jax.device_put(x, s)
             for x, s in zip(own, homes, strict=False)
         ]
+        values = fed_by_all(self.program, values, homes[len(own) :])
         changed, results = self._called(compiled, own, values)
         self._wait(changed, results, jax.default_backend() == "cpu")
         return own, changed, results

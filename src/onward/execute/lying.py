@@ -19,7 +19,7 @@ from onward.core.meshes import parameters_of
 from onward.core.program import Program, Variable
 from onward.core.words import some
 from onward.execute.pinned import is_pinned, pinned, pinned_names
-from onward.execute.processes import gathered
+from onward.execute.processes import gathered, is_split_over_processes
 
 Lying = tuple[Sharding | None, ...]
 
@@ -27,6 +27,10 @@ _APART = (
     "{program}: its arrays lie on different devices: {found}. One step runs on one set of devices, in one "
     "order. Put them together, jax.device_put(array, sharding), or leave out the device_put: what is not put "
     "anywhere goes along with the rest."
+)
+_ALONE = (
+    "{program}: {name!r} differs from process to process, and the state lies over all of them. Let each feed "
+    "the same, or its part of an array over all: jax.make_array_from_process_local_data(sharding, {name})."
 )
 
 
@@ -65,15 +69,18 @@ def homes_of(program: Program, variables: Sequence[Variable], values: Sequence[A
 def together(values: Sequence[Any]) -> Sequence[Any]:
     """The values where one computation reads all of them: copies on one device of what lies on several sets.
 
-    The stages of a pipeline have theirs apart, maybe in several processes, which call this together; what
-    lies on one set of devices, or anywhere, stays as it is.
+    The stages of a pipeline have theirs apart; processes that share an array out, which call this together,
+    each compute for themselves. What lies on one set of devices, or anywhere, stays as it is.
 
     >>> values = [jax.device_put(jnp.zeros(2), device) for device in jax.devices()[:2]]
     >>> [x.devices() == {jax.devices()[0]} for x in together(values)]
     [True, True]
     """
     apart = len({frozenset(s.device_set) for s in lying(values) if s is not None}) > 1
-    return jax.device_put(list(map(gathered, values)), jax.local_devices()[0]) if apart else values
+    if not apart and not any(map(is_split_over_processes, values)):
+        return values
+    moved: list[Any] = jax.device_put(list(map(gathered, values)), jax.local_devices()[0])
+    return moved
 
 
 def laid(program: Program, variables: Sequence[Variable], values: Sequence[Any]) -> list[Any]:
@@ -82,6 +89,27 @@ def laid(program: Program, variables: Sequence[Variable], values: Sequence[Any])
     return [
         x if s is None or _is_put(x) else jax.device_put(x, s) for x, s in zip(values, homes, strict=True)
     ]
+
+
+def fed_by_all(program: Program, data: Sequence[Any], homes: Lying) -> Sequence[Any]:
+    """Data for a step whose arrays lie over several processes, which all feed the same.
+
+    Raises:
+        ArgumentError: they feed different numbers.
+    """
+    if all(home is None or home.is_fully_addressable for home in homes):
+        return data
+    return [
+        x if home is None or _is_put(x) else _fed_by_all(program.name, v, x, home)
+        for v, x, home in zip(program.inputs, data, homes, strict=True)
+    ]
+
+
+def _fed_by_all(program: str, v: Variable, value: Any, home: Sharding) -> Any:
+    try:
+        return jax.device_put(value, home)
+    except AssertionError:
+        raise ArgumentError(_ALONE.format(program=program, name=v.name)) from None
 
 
 def beside(known: Any, value: Any) -> Any:

@@ -106,6 +106,12 @@ def lies_in_a_stage(value: Any) -> bool:
     return isinstance(sharding, NamedSharding) and STAGE in sharding.mesh.axis_names
 
 
+def is_split_over_processes(value: Any) -> bool:
+    """Whether no process has the whole of an array."""
+    is_array = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
+    return is_array and not value.is_fully_addressable and not value.is_fully_replicated
+
+
 def gathered(value: Any) -> Any:
     """The whole of an array that lies over several processes, all of which call this together."""
     if lies_in_a_stage(value):
@@ -153,6 +159,6 @@ def on_this_process(values: Sequence[Any]) -> list[Any]:
     Where one of them is split over the processes, all stay where they are.
     """
     shared = [isinstance(x, jax.Array) and not x.is_fully_addressable for x in values]
-    if not all(x.is_fully_replicated and x.addressable_shards for x in compress(values, shared)):
+    if any(is_split_over_processes(x) or not x.addressable_shards for x in compress(values, shared)):
         return list(values)
     return [x.addressable_data(0) if is_shared else x for x, is_shared in zip(values, shared, strict=True)]

@@ -27,10 +27,11 @@ _TOO_FEW = (
     "{name} is cut into {stages} stages, each on {own}, and JAX shows {found} ({platform}). Take fewer, or, "
     "to try more on the host, set XLA_FLAGS=--xla_force_host_platform_device_count={count} before JAX starts."
 )
+
 _UNEVEN = (
-    "{name} has {stages} stages of {each} devices, and there are {processes} processes: each takes as many "
-    "whole stages as the others, or as many devices of every stage. Take a multiple of {processes} stages, "
-    "or of devices for each, pipeline(..., data={processes})."
+    "{name} is cut into {stages} stages (data={each}), and there are {processes} processes. Let each have as "
+    "many whole stages as the others ({processes} stages, or a multiple), or as many devices of every stage "
+    "(pipeline(..., data={processes}), or a multiple), or let each stage have as many whole processes."
 )
 
 
@@ -182,10 +183,10 @@ def _rows(pipeline: Pipeline) -> Sequence[StagePlace]:
         raise ArgumentError(_TOO_FEW.format(platform=found[0].platform, **told))
     if each == processes == 1:
         return found[:stages]
-    if stages % processes and each % processes:
+    if stages % processes and each % processes and processes % stages:
         raise ArgumentError(_UNEVEN.format(name=name, stages=stages, each=each, processes=processes))
     devices = np.array(first_devices(name, "is a pipeline on", count))
-    if stages % processes:  # so every process has a part of each stage
+    if stages % processes and not each % processes:  # every process has a part of each stage
         rows = devices.reshape(processes, stages, -1).swapaxes(0, 1).reshape(stages, each)
     else:
         rows = devices.reshape(stages, each)

@@ -127,7 +127,7 @@ class Model(ByName, NotPickled, Pointing):
 
     @property
     def together(self) -> State:
-        """The State where one computation reads all of it: copied, once, from the stages of a pipeline."""
+        """The State where one computation reads all of it: copied, once, from where it lies in parts."""
         state, known = self.state, self._together
         if known is None or known[0] is not state:
             buffers = together(state.buffers)
