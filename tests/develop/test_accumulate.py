@@ -866,3 +866,22 @@ def test_an_activation_of_the_loop_cannot_be_fetched():
         accumulate(line(), 4),
         ["dot_general"],
     )
+
+
+def test_a_key_beside_a_largest_number():
+    """The key is the same in all micro-batches, and has no largest one."""
+
+    def loss(w, x, key):
+        key, own = jax.random.split(key)
+        h = (x @ w) * jax.random.bernoulli(own, 0.9, (3,))
+        return jnp.mean(h**2), jnp.max(h)
+
+    w, x = jnp.ones((3, 3)), jnp.arange(24.0).reshape(8, 3)
+    alone = ow.SGD(0.1).minimize(loss, w, x, jax.random.key(0), has_aux=True)
+    found = []
+    for program in (alone, accumulate(alone, 4)):
+        step = ow.compile(program)
+        state, out = step(step.init(w), x, jax.random.key(3))
+        found.append((out.loss, out.aux, state.parameters))
+    for value, expected in zip(found[1], found[0], strict=True):
+        np.testing.assert_allclose(value, expected, 1e-5)

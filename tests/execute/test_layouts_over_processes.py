@@ -66,14 +66,21 @@ for name, layout, parts in (
 
 for name, layout in (
     ("keys in stages", ow.pipeline(keyed, 2, micro_batches=4)),
+    ("keys in replicas", ow.replicate(keyed, 6)),
     ("keys in fsdp", ow.partition(keyed, {"data": 6}, {"*": "data"})),
 ):
     step = ow.compile(layout)
     state = step.init(two)
     for i in range(3):
         state, out = step(state, x[own], y[own], jax.random.key(i))
-    found[f"{name}: loss"], found[f"{name}: each"] = np.asarray(out.loss), np.asarray(out.aux)
+    found[f"{name}: loss"] = np.asarray(out.loss)
+    if name != "keys in replicas":  # there each process has the rows of its devices
+        found[f"{name}: each"] = np.asarray(out.aux)
 
+spoilt = np.where(np.arange(48)[:, None] == 43, np.inf, x).astype("float32")
+told = ow.find_nonfinite(step, state, (spoilt[24:][own], y[own], jax.random.key(0)))
+with open(f"{folder}/{index}.txt", "w") as file:
+    file.write(str(told))
 np.savez(f"{folder}/{index}.npz", **found)
 """
 
@@ -89,12 +96,15 @@ def test_a_layout_over_two_processes_equals_that_of_one(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", [str(script), str(folders[0])])
     runpy.run_path(str(script))
     alone = dict(np.load(folders[0] / "0.npz"))
-    assert len(alone) == 37
+    assert len(alone) == 38
     for index in range(2):
         together = dict(np.load(folders[1] / f"{index}.npz"))
         assert together.keys() == alone.keys()
         for name, value in alone.items():
             np.testing.assert_allclose(together[name], value, 2e-5, 1e-6, err_msg=name)
+        told = (folders[1] / f"{index}.txt").read_text()
+        assert "'x' is not finite: 6 of 144 are infinite, the first at [19, 0]" in told
+        assert told == (folders[0] / "0.txt").read_text()
 
 
 REFUSED = """
@@ -130,7 +140,10 @@ attempt(lambda: fed(ow.partition(program, {"data": 3}, {"w": "data"}), x, rate))
 attempt(lambda: fed(ow.partition(program, {"model": 6}, {"w": "model"}), x, rate, w=w + index))
 attempt(lambda: fed(ow.pipeline(program, 2, micro_batches=2), x[:6], rate, w=w + index))
 attempt(lambda: ow.compile(ow.pipeline(ow.SGD(0.1).minimize(deep, layers, x), 5, micro_batches=2)))
-attempt(lambda: fed(ow.{layout}, x[:{rows}], rate + index))
+
+split = ow.compile(ow.partition(program, {"data": 6}, {"w": "data"})).init(w)
+attempt(lambda: ow.compile(program)(split, x + index, rate))
+attempt(lambda: fed(ow.{layout}, {data}))
 time.sleep(2)  # the other one hears why this one takes no part any more
 with open(f"{sys.argv[1]}/{index}", "w") as file:
     file.write("\\n".join(told))
@@ -138,18 +151,19 @@ with open(f"{sys.argv[1]}/{index}", "w") as file:
 
 
 @pytest.mark.parametrize(
-    ("layout", "rows"),
+    ("layout", "data", "told_of"),
     [
-        ('partition(program, {"data": 6}, {"w": "data"})', 6),
-        ("pipeline(program, 2, micro_batches=2)", 6),
-        ("replicate(program, 2)", 12),
+        ('partition(program, {"data": 6}, {"w": "data"})', "x[:6], rate + index", "rate [] = {}.0"),
+        ('partition(program, {"model": 2, "data": 3}, {"w": "model"})', "x + index, rate", "x [12, 6] = "),
+        ("pipeline(program, 2, micro_batches=2)", "x[:6], rate + index", "rate [] = {}.0"),
+        ("replicate(program, 2)", "x, rate + index", "rate [] = {}.0"),
     ],
-    ids=["partition", "pipeline", "replicate"],
+    ids=["rate", "all rows", "pipeline", "replicate"],
 )
-def test_what_processes_do_not_have_alike_is_refused(tmp_path, layout, rows):
+def test_what_processes_do_not_have_alike_is_refused(tmp_path, layout, data, told_of):
     """What all of them have whole, first values and data, is compared; a mesh has devices of all."""
     script = tmp_path / "refused.py"
-    script.write_text(REFUSED.replace("{layout}", layout).replace("{rows}", str(rows)))
+    script.write_text(REFUSED.replace("{layout}", layout).replace("{data}", data))
     status, said = launch(script, tmp_path, "-n", "2", "--devices", "3")
     assert status == 0, said
     for index in range(2):
@@ -160,9 +174,10 @@ def test_what_processes_do_not_have_alike_is_refused(tmp_path, layout, rows):
             "'w' differs from process to process",
             "'w' differs from process to process",
             "deep is cut into 5 stages (data=1), and there are 2 processes. Let each have as many whole",
+            "'x' differs from process to process, and the state lies over all of them",
             "What is not split over the processes each feeds as a whole, with the same numbers",
         ]
         assert len(told) == len(expected), told
         for line, words in zip(told, expected, strict=True):
             assert words in line
-        assert f"rate [] = {2.0 - index}" in told[-1]
+        assert all(told_of.format(rate) in told[-1] for rate in (1, 2))

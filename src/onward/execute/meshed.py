@@ -13,7 +13,7 @@ from onward.core.errors import ArgumentError
 from onward.core.program import Partition, Program, Variable
 from onward.core.words import Placement
 from onward.execute.pinned import pinned, pinned_names
-from onward.execute.processes import DIFFERS, first_devices, part_of
+from onward.execute.processes import DIFFERS, first_devices, part_of, processes_of_a_part
 
 _TOO_FEW = (
     "{program} is partitioned over {mesh}, which is {count} devices, and JAX shows {found} ({platform}). "
@@ -95,10 +95,7 @@ class Meshed:
 
     def _expect_own(self, v: Variable, fed: Any) -> None:
         """Raise ``ArgumentError`` if some but not all processes have the same part of an array."""
-        of: dict[str, set[int]] = {}
-        for device, index in fed.sharding.devices_indices_map(fed.shape).items():
-            of.setdefault(str(index), set()).add(device.process_index)
-        if max(map(len, of.values())) > 1 and min(map(len, of.values())) < jax.process_count():
+        if processes_of_a_part(fed) not in ({1}, {jax.process_count()}):
             told = {"program": self.name, "name": v.name, "spec": fed.sharding.spec}
             raise ArgumentError(_IN_PART.format(mesh=dict(self.mesh.shape), **told))
 

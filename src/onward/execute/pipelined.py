@@ -185,7 +185,7 @@ class PipelineStep(NotPickled):
         return found
 
     def _label(self, values: Sequence[Any]) -> str:
-        """What has to be the same in all processes."""
+        """The Program and the data, in words that have to be the same in all processes."""
         pairs = zip(self._names, values, strict=True)
         told = (f"{name} {label_of(x, name not in self._split)}" for name, x in pairs)
         return ", ".join((f"Program {self._fingerprint}", *told))

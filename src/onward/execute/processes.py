@@ -8,6 +8,7 @@ this is what JAX does by itself.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from itertools import compress
 from typing import Any
@@ -60,7 +61,7 @@ def _of(devices: Iterable[Any], process: int) -> list[Any]:
 
 
 def part_of(value: Any, sharding: Sharding) -> Any:
-    """What this process feeds as its part of the array of all; the same array if it is that already."""
+    """The array of all processes, of which this one feeds its part; the same array if it is that already."""
     if isinstance(value, jax.core.Tracer) or not getattr(value, "is_fully_addressable", True):
         return value
     is_key = isinstance(value, jax.Array) and holds_keys(value.dtype)
@@ -68,7 +69,7 @@ def part_of(value: Any, sharding: Sharding) -> Any:
 
 
 def label_of(value: Any, is_whole: bool) -> str:
-    """What has to be the same of data in all processes: its shape, and its numbers where each has all of it.
+    """The shape of data, and its numbers where each process has all of them: alike in all processes.
 
     >>> label_of(np.float32(0.5), True), label_of(np.arange(3), False)
     ('[] = 0.5', '[3]')
@@ -77,25 +78,41 @@ def label_of(value: Any, is_whole: bool) -> str:
     if not is_whole:
         return shape
     own = _numbers(value)
-    return (
-        f"{shape} = {own}"
-        if not own.ndim
-        else f"{shape} #{blake2b(own.tobytes(), digest_size=4).hexdigest()}"
-    )
+    return f"{shape} = {own if own.shape == value.shape == () else _digest(own, 4).hex()}"
+
+
+def processes_of_a_part(value: Any) -> set[int]:
+    """How many processes have each part of an array: one number, or several where parts differ in that."""
+    return _processes_of_a_part(value.sharding, value.shape)
+
+
+@lru_cache(maxsize=1024)
+def _processes_of_a_part(sharding: Sharding, shape: tuple[int, ...]) -> set[int]:
+    of: dict[str, set[int]] = {}
+    for device, index in sharding.devices_indices_map(shape).items():
+        of.setdefault(str(index), set()).add(device.process_index)
+    return set(map(len, of.values()))
 
 
 def _numbers(value: Any) -> np.ndarray:
-    """The numbers of an array that this process has the whole of."""
+    """The numbers of an array that this process has the whole of; in a row if they lie in parts."""
     if not isinstance(value, jax.Array):
         return np.asarray(value)
     if not value.is_fully_addressable:
-        value = value.addressable_data(0)
+        parts = {str(shard.index): shard.data for shard in value.addressable_shards}
+        if len(parts) > 1:
+            return np.concatenate([_numbers(parts[index]).ravel() for index in sorted(parts)])
+        (value,) = parts.values()
     return np.asarray(jax.random.key_data(value) if holds_keys(value.dtype) else value)
+
+
+def _digest(numbers: np.ndarray, size: int) -> bytes:
+    return blake2b(numbers.tobytes(), digest_size=size).digest()
 
 
 def expect_alike(program: str, name: str, value: Any) -> None:
     """Raise ``ArgumentError`` for a value that processes have otherwise; all of them call this together."""
-    digest = np.frombuffer(blake2b(_numbers(value).tobytes(), digest_size=8).digest(), np.uint32)
+    digest = np.frombuffer(_digest(_numbers(value), 8), np.uint32)
     if np.ptp(multihost_utils.process_allgather(digest), axis=0).any():
         raise ArgumentError(DIFFERS.format(program=program, name=name))
 
@@ -140,6 +157,8 @@ def _from_a_stage(value: Any) -> Any:
     kind = jax.eval_shape(jax.random.key_data, value) if is_key else value
     is_mine = owner == jax.process_index()
     own = _numbers(value) if is_mine else np.zeros(kind.shape, kind.dtype)
+    if not own.size:
+        return own
     sent = own.reshape(-1).view(np.uint8)  # the very bits
     found = multihost_utils.broadcast_one_to_all(sent, is_source=is_mine).view(own.dtype).reshape(own.shape)
     return jax.random.wrap_key_data(found, impl=jax.random.key_impl(value)) if is_key else found

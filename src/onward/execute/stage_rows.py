@@ -68,7 +68,7 @@ class StageRows:
         return self._exchanged(value, place)
 
     def for_all(self, value: Any) -> Any:
-        """What a stage has, where every process has the whole of it: in its first stage."""
+        """A value of a stage where every process has the whole of it: in its first stage."""
         if not self.is_shared:
             return value
         if lies_in_a_stage(value):
@@ -116,29 +116,29 @@ class StageRows:
             return _array(value.shape, value.dtype, place, [])
         key = both, value.shape, value.dtype
         if key not in self._exchanges:
-            self._exchanges[key] = _exchange(both, value.shape, value.dtype)
+            self._exchanges[key] = _exchange(both, value)
         found = self._exchanges[key](value)
         there = place.addressable_devices
         arrays = [shard.data for shard in found.addressable_shards if shard.device in there]
         return _array(value.shape, value.dtype, place, arrays)
 
 
-def _exchange(both: NamedSharding, shape: tuple[int, ...], dtype: Any) -> Callable[[Any], Any]:
+def _exchange(both: NamedSharding, like: Any) -> Callable[[Any], Any]:
     """From what the first of two rows has to an array over both, which the second one has then."""
+    shape, dtype = like.shape, like.dtype
+    impl = jax.random.key_impl(like) if holds_keys(dtype) else None
 
     def move(x: Any) -> Any:
-        if holds_keys(dtype):
-            data = jax.lax.ppermute(jax.random.key_data(x), "from_to", [(0, 1)])
-            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-        return jax.lax.ppermute(x, "from_to", [(0, 1)])
+        numbers = x if impl is None else jax.random.key_data(x)
+        sent = jax.lax.ppermute(numbers, "from_to", [(0, 1)])
+        return sent if impl is None else jax.random.wrap_key_data(sent, impl=impl)
 
     run = jax.jit(
         jax.shard_map(move, mesh=both.mesh, in_specs=both.spec, out_specs=both.spec, check_vma=False)
     )
     # What the second row gives is not read: it has the right type, and stays for the next call.
     part = both.shard_shape(shape)
-    unread = jax.random.key(0) if holds_keys(dtype) else jnp.zeros((), dtype)
-    unread = jnp.broadcast_to(unread, part)
+    unread = jnp.broadcast_to(jnp.zeros((), dtype) if impl is None else jax.random.key(0, impl=impl), part)
     there = {device: jax.device_put(unread, device) for device in both.mesh.devices[1] if _is_mine(device)}
 
     def exchange(value: Any) -> Any:
