@@ -61,6 +61,9 @@ for name, layout, parts in (
     history = resumed.train(made(), epochs=3, test=tested if parts else None, progress=False)
     for key in [key for key in history if "loss" in key or "worst" in key]:
         found[f"{name}: {key}"] = history[key]
+    if name == "in all stages":
+        lies = [{device.process_index for device in resumed.state[key].devices()} for key in params]
+        assert lies == [set(range(jax.process_count()))] * 4, lies
     for key in ("w0", "w0/mean", "w3"):
         found[f"{name}: {key}"] = np.asarray(gathered(resumed.state[key]))
 
@@ -69,7 +72,7 @@ for name, layout in (
     ("keys in replicas", ow.replicate(keyed, 6)),
     ("keys in fsdp", ow.partition(keyed, {"data": 6}, {"*": "data"})),
 ):
-    step = ow.compile(layout)
+    step = ow.compile(layout, fetch=["grad(w0)"] if name == "keys in fsdp" else ())
     state = step.init(two)
     for i in range(3):
         state, out = step(state, x[own], y[own], jax.random.key(i))
@@ -77,6 +80,7 @@ for name, layout in (
     if name != "keys in replicas":  # there each process has the rows of its devices
         found[f"{name}: each"] = np.asarray(out.aux)
 
+assert jax.process_count() == 1 or out["grad(w0)"].sharding == state["w0"].sharding
 spoilt = np.where(np.arange(48)[:, None] == 43, np.inf, x).astype("float32")
 told = ow.find_nonfinite(step, state, (spoilt[24:][own], y[own], jax.random.key(0)))
 with open(f"{folder}/{index}.txt", "w") as file:
@@ -135,14 +139,18 @@ def fed(program, *data, w=w):
     step = ow.compile(program)
     return step(step.init(w), *data)
 
-attempt(lambda: fed(ow.partition(program, mine, {"w": "data"}), x, rate))
-attempt(lambda: fed(ow.partition(program, {"data": 3}, {"w": "data"}), x, rate))
-attempt(lambda: fed(ow.partition(program, {"model": 6}, {"w": "model"}), x, rate, w=w + index))
-attempt(lambda: fed(ow.pipeline(program, 2, micro_batches=2), x[:6], rate, w=w + index))
-attempt(lambda: ow.compile(ow.pipeline(ow.SGD(0.1).minimize(deep, layers, x), 5, micro_batches=2)))
-
-split = ow.compile(ow.partition(program, {"data": 6}, {"w": "data"})).init(w)
-attempt(lambda: ow.compile(program)(split, x + index, rate))
+if {more}:
+    attempt(lambda: fed(ow.partition(program, mine, {"w": "data"}), x, rate))
+    attempt(lambda: fed(ow.partition(program, {"data": 3}, {"w": "data"}), x, rate))
+    attempt(lambda: fed(ow.partition(program, {"model": 6}, {"w": "model"}), x, rate, w=w + index))
+    attempt(lambda: fed(ow.pipeline(program, 2, micro_batches=2), x[:6], rate, w=w + index))
+    attempt(lambda: fed(ow.partition(program, {"data": 3, "model": 2}, {"w": "model"}), x[:8], rate))
+    attempt(lambda: fed(ow.partition(program, {"data": 6}, {"w": "data"}), x[:4], rate))
+    other = ow.Model(program, w + index)
+    attempt(lambda: ow.Trainer(other, ow.pipeline(program, 2, micro_batches=2)).update(x[:6], rate))
+    attempt(lambda: ow.compile(ow.pipeline(ow.SGD(0.1).minimize(deep, layers, x), 5, micro_batches=2)))
+    split = ow.compile(ow.partition(program, {"data": 6}, {"w": "data"})).init(w)
+    attempt(lambda: ow.compile(program)(split, x + index, rate))
 attempt(lambda: fed(ow.{layout}, {data}))
 time.sleep(2)  # the other one hears why this one takes no part any more
 with open(f"{sys.argv[1]}/{index}", "w") as file:
@@ -150,34 +158,46 @@ with open(f"{sys.argv[1]}/{index}", "w") as file:
 """
 
 
+REASONS = (
+    "the mesh has no device of process 1. Of 2 processes each takes part in every step",
+    "is partitioned over data 3, which is 3 devices, which 2 processes cannot share evenly",
+    "'w' differs from process to process",
+    "'w' differs from process to process",
+    "'x' is split P('data',) over {'data': 3, 'model': 2}, so that processes have some",
+    "'x' is [4, 6] in this process, split P('data',), and its devices take 3 parts",
+    "'w' differs from process to process",
+    "deep is cut into 5 stages (data=1), and there are 2 processes. Let each have as many whole",
+    "'x' differs from process to process, and the state lies over all of them",
+)
+COMPARED = "What is not split over the processes each feeds as a whole, with the same numbers"
+
+
 @pytest.mark.parametrize(
-    ("layout", "data", "told_of"),
+    ("layout", "data", "told_of", "before"),
     [
-        ('partition(program, {"data": 6}, {"w": "data"})', "x[:6], rate + index", "rate [] = {}.0"),
-        ('partition(program, {"model": 2, "data": 3}, {"w": "model"})', "x + index, rate", "x [12, 6] = "),
-        ("pipeline(program, 2, micro_batches=2)", "x[:6], rate + index", "rate [] = {}.0"),
-        ("replicate(program, 2)", "x, rate + index", "rate [] = {}.0"),
+        ('partition(program, {"data": 6}, {"w": "data"})', "x[:6], rate + index", "rate [] = {}.0", REASONS),
+        (
+            'partition(program, {"model": 2, "data": 3}, {"w": "model"})',
+            "x + index, rate",
+            "x [12, 6] = ",
+            (),
+        ),
+        ("pipeline(program, 2, micro_batches=2)", "x[:6], rate + index", "rate [] = {}.0", ()),
+        ("replicate(program, 2)", "x, rate + index", "rate [] = {}.0", ()),
     ],
     ids=["rate", "all rows", "pipeline", "replicate"],
 )
-def test_what_processes_do_not_have_alike_is_refused(tmp_path, layout, data, told_of):
+def test_what_processes_do_not_have_alike_is_refused(tmp_path, layout, data, told_of, before):
     """What all of them have whole, first values and data, is compared; a mesh has devices of all."""
     script = tmp_path / "refused.py"
-    script.write_text(REFUSED.replace("{layout}", layout).replace("{data}", data))
+    script.write_text(
+        REFUSED.replace("{layout}", layout).replace("{data}", data).replace("{more}", str(bool(before)))
+    )
     status, said = launch(script, tmp_path, "-n", "2", "--devices", "3")
     assert status == 0, said
     for index in range(2):
         told = (tmp_path / str(index)).read_text().splitlines()
-        expected = [
-            "the mesh has no device of process 1. Of 2 processes each takes part in every step",
-            "is partitioned over data 3, which is 3 devices, which 2 processes cannot share evenly",
-            "'w' differs from process to process",
-            "'w' differs from process to process",
-            "deep is cut into 5 stages (data=1), and there are 2 processes. Let each have as many whole",
-            "'x' differs from process to process, and the state lies over all of them",
-            "What is not split over the processes each feeds as a whole, with the same numbers",
-        ]
-        assert len(told) == len(expected), told
-        for line, words in zip(told, expected, strict=True):
+        assert len(told) == len(before) + 1, told
+        for line, words in zip(told, (*before, COMPARED), strict=True):
             assert words in line
         assert all(told_of.format(rate) in told[-1] for rate in (1, 2))

@@ -31,7 +31,7 @@ from onward.execute.peers.peers import Peers
 from onward.execute.pinned import in_memory, on_the_device, pinned_names
 from onward.execute.pinned import shardings as pinned_shardings
 from onward.execute.portions import Filling
-from onward.execute.processes import label_of, on_this_process, processes_of_a_part
+from onward.execute.processes import is_in_all, label_of, on_this_process
 from onward.execute.spread import By, Spread
 from onward.execute.state import SPENT, is_deleted
 from onward.execute.storage.packing import packed
@@ -324,8 +324,7 @@ class Executable:
     ) -> tuple[Sequence[Any], Any, list[Any]]:
         """Run in all processes, none of which waits for another longer than until the deadline."""
         fed = zip(self.program.inputs, values, strict=True)
-        all_have = {jax.process_count()}
-        told = [f"{v.name} {label_of(x, processes_of_a_part(x) == all_have)}" for v, x in fed]
+        told = [f"{v.name} {label_of(x, is_in_all(x.sharding, x.shape))}" for v, x in fed]
         label = ", ".join((f"Program {self._fingerprint}", *told))
         changed, results = peers.run(partial(self._run_compiled, own, values), self._deadline, label)
         return own, changed, self._spread.local(results)  # type: ignore[union-attr]

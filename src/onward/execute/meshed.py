@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from onward.core.errors import ArgumentError
+from onward.core.meshes import parts
 from onward.core.program import Partition, Program, Variable
 from onward.core.words import Placement
 from onward.execute.pinned import pinned, pinned_names
@@ -26,8 +27,13 @@ _NOT_ALL = (
 )
 _IN_PART = (
     "{program}: {name!r} is split {spec} over {mesh}, so that processes have some of its rows together and "
-    "others not. Let the axes that split the batch come first in the mesh, so that each process has rows of "
-    "its own; or feed arrays over all devices, jax.make_array_from_callback(shape, sharding, ...)."
+    "others not. Let the axis of the batch come first in the mesh, of a length that the number of processes "
+    "divides; or feed arrays over all devices, jax.make_array_from_callback(shape, sharding, ...)."
+)
+
+_UNDIVIDED = (
+    "{program}: {name!r} is {shape} in this process, split {spec}, and its devices take {count} parts, which "
+    "do not divide dimension {axis}. Feed a multiple of {count}, and leave a short last batch out."
 )
 
 
@@ -88,16 +94,22 @@ class Meshed:
             ArgumentError: some processes have rows together, and others have other ones.
         """
         sharding = self._sharding(v)
-        fed = part_of(value, sharding)
-        if fed is not value:
-            self._expect_own(v, fed)
-        return fed
+        if isinstance(value, jax.core.Tracer) or not getattr(value, "is_fully_addressable", True):
+            return value
+        self._expect_shared_out(v, value.shape, sharding)
+        return part_of(value, sharding)
 
-    def _expect_own(self, v: Variable, fed: Any) -> None:
-        """Raise ``ArgumentError`` if some but not all processes have the same part of an array."""
-        if processes_of_a_part(fed) not in ({1}, {jax.process_count()}):
-            told = {"program": self.name, "name": v.name, "spec": fed.sharding.spec}
-            raise ArgumentError(_IN_PART.format(mesh=dict(self.mesh.shape), **told))
+    def _expect_shared_out(self, v: Variable, shape: tuple[int, ...], sharding: NamedSharding) -> None:
+        """Raise ``ArgumentError`` for data that the devices of this process cannot share out."""
+        told, mesh = {"program": self.name, "name": v.name, "spec": sharding.spec}, dict(self.mesh.shape)
+        one_each = parts(sharding.spec, mesh)
+        if processes_of_a_part(sharding, one_each) not in ({1}, {jax.process_count()}):
+            raise ArgumentError(_IN_PART.format(mesh=mesh, **told))
+        own = sharding.addressable_devices_indices_map(one_each).values()
+        for axis, length in enumerate(shape[: len(one_each)]):
+            count = len({str(index[axis]) for index in own if index is not None})
+            if length % count:
+                raise ArgumentError(_UNDIVIDED.format(shape=list(shape), axis=axis, count=count, **told))
 
     def local(self, results: Sequence[Any]) -> list[Any]:
         """The results of this process: every one has the whole of all but what is split as a parameter is."""

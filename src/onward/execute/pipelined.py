@@ -223,7 +223,7 @@ class PipelineStep(NotPickled):
             )
         state.expect_whole()
         self.layout.expect_all(state.layout, self.program.name)
-        return {name: self.stages.rows.put(state[name], home) for name, home in self.stages.home.items()}
+        return {v.name: self._placed(v, state[v.name]) for v in self.program.state}
 
     def __repr__(self) -> str:
         schedule = self.pipeline.schedule

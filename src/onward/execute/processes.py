@@ -81,17 +81,19 @@ def label_of(value: Any, is_whole: bool) -> str:
     return f"{shape} = {own if own.shape == value.shape == () else _digest(own, 4).hex()}"
 
 
-def processes_of_a_part(value: Any) -> set[int]:
-    """How many processes have each part of an array: one number, or several where parts differ in that."""
-    return _processes_of_a_part(value.sharding, value.shape)
-
-
 @lru_cache(maxsize=1024)
-def _processes_of_a_part(sharding: Sharding, shape: tuple[int, ...]) -> set[int]:
+def processes_of_a_part(sharding: Sharding, shape: tuple[int, ...]) -> set[int]:
+    """How many processes have each part of an array: one number, or several where parts differ in that."""
     of: dict[str, set[int]] = {}
+    device: Any
     for device, index in sharding.devices_indices_map(shape).items():
         of.setdefault(str(index), set()).add(device.process_index)
     return set(map(len, of.values()))
+
+
+def is_in_all(sharding: Sharding, shape: tuple[int, ...]) -> bool:
+    """Whether every process has the whole of an array."""
+    return processes_of_a_part(sharding, shape) == {jax.process_count()}
 
 
 def _numbers(value: Any) -> np.ndarray:
