@@ -8,7 +8,7 @@ from itertools import compress
 from typing import Any
 
 import jax
-from jax.sharding import Sharding
+from jax.sharding import PartitionSpec, Sharding
 
 from onward.core.errors import OutOfMemoryError, PeerError, StateError
 from onward.core.homes import own_scopes
@@ -31,7 +31,7 @@ from onward.execute.peers.peers import Peers
 from onward.execute.pinned import in_memory, on_the_device, pinned_names
 from onward.execute.pinned import shardings as pinned_shardings
 from onward.execute.portions import Filling
-from onward.execute.processes import is_in_all, label_of, on_this_process
+from onward.execute.processes import is_in_all, on_this_process, step_label
 from onward.execute.spread import By, Spread
 from onward.execute.state import SPENT, is_deleted
 from onward.execute.storage.packing import packed
@@ -79,11 +79,7 @@ class Executable:
         self.layout = Layout.of(program)
         self.pinned = pinned_names(program)
         following = [program.next_state[v] for v in self.layout.changed]
-        self._spread: Spread | Meshed | None = None
-        if program.replicas is not None:
-            self._spread = Spread(program, following, wanted, by)
-        elif program.partition is not None:
-            self._spread = Meshed(program, specs, following, wanted)
+        self._spread = _laid_out(program, by, specs, following, wanted)
         self.scopes = scopes(program)
         computed = [*following, *on_the_device(program, wanted)]
         run = lower(program, computed, at_once=True, scopes=self.scopes)
@@ -323,9 +319,10 @@ class Executable:
         self, own: Sequence[Any], values: Sequence[Any], peers: Peers
     ) -> tuple[Sequence[Any], Any, list[Any]]:
         """Run in all processes, none of which waits for another longer than until the deadline."""
-        fed = zip(self.program.inputs, values, strict=True)
-        told = [f"{v.name} {label_of(x, is_in_all(x.sharding, x.shape))}" for v, x in fed]
-        label = ", ".join((f"Program {self._fingerprint}", *told))
+        fed = {v.name: x for v, x in zip(self.program.inputs, values, strict=True)}
+        label = step_label(
+            self._fingerprint, fed, lambda name: is_in_all(fed[name].sharding, fed[name].shape)
+        )
         changed, results = peers.run(partial(self._run_compiled, own, values), self._deadline, label)
         return own, changed, self._spread.local(results)  # type: ignore[union-attr]
 
@@ -355,6 +352,19 @@ class Executable:
     def _out_of_memory(self, error: Exception, arrays: Sequence[Any] = ()) -> OutOfMemoryError:
         donated = {self.layout.changed[i].name for i in self._lending.reused}
         return out_of_memory(error, self.unpacked, self._compiled, donated, arrays)
+
+
+def _laid_out(
+    program: Program,
+    by: By,
+    specs: Mapping[str, PartitionSpec],
+    following: Sequence[Variable],
+    wanted: Sequence[Variable],
+) -> Spread | Meshed | None:
+    """How the arrays of a Program lie over devices; None if it says nothing of them."""
+    if program.replicas is not None:
+        return Spread(program, following, wanted, by)
+    return None if program.partition is None else Meshed(program, specs, following, wanted)
 
 
 def _lies(value: Any, home: Sharding | None) -> bool:

@@ -19,7 +19,7 @@ from onward.core.meshes import parameters_of
 from onward.core.program import Program, Variable
 from onward.core.words import some
 from onward.execute.pinned import is_pinned, pinned, pinned_names
-from onward.execute.processes import gathered, is_split_over_processes
+from onward.execute.processes import gathered, is_split_over_processes, put_by_all
 
 Lying = tuple[Sharding | None, ...]
 
@@ -100,16 +100,11 @@ def fed_by_all(program: Program, data: Sequence[Any], homes: Lying) -> Sequence[
     if all(home is None or home.is_fully_addressable for home in homes):
         return data
     return [
-        x if home is None or _is_put(x) else _fed_by_all(program.name, v, x, home)
+        x
+        if home is None or _is_put(x)
+        else put_by_all(x, home, _ALONE.format(program=program.name, name=v.name))
         for v, x, home in zip(program.inputs, data, homes, strict=True)
     ]
-
-
-def _fed_by_all(program: str, v: Variable, value: Any, home: Sharding) -> Any:
-    try:
-        return jax.device_put(value, home)
-    except AssertionError:
-        raise ArgumentError(_ALONE.format(program=program, name=v.name)) from None
 
 
 def beside(known: Any, value: Any) -> Any:

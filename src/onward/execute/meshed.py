@@ -14,7 +14,7 @@ from onward.core.meshes import parts
 from onward.core.program import Partition, Program, Variable
 from onward.core.words import Placement
 from onward.execute.pinned import pinned, pinned_names
-from onward.execute.processes import DIFFERS, first_devices, part_of, processes_of_a_part
+from onward.execute.processes import DIFFERS, first_devices, part_of, processes_of_a_part, put_by_all
 
 _TOO_FEW = (
     "{program} is partitioned over {mesh}, which is {count} devices, and JAX shows {found} ({platform}). "
@@ -82,10 +82,7 @@ class Meshed:
         Raises:
             ArgumentError: the processes have different values.
         """
-        try:
-            return jax.device_put(value, self._sharding(v))
-        except AssertionError:
-            raise ArgumentError(DIFFERS.format(program=self.name, name=v.name)) from None
+        return put_by_all(value, self._sharding(v), DIFFERS.format(program=self.name, name=v.name))
 
     def feed(self, v: Variable, value: Any) -> Any:
         """Data over the devices: of several processes each feeds the rows of its own devices.

@@ -31,7 +31,7 @@ from onward.execute.out import Out, Results
 from onward.execute.peers.deadline import deadline_of
 from onward.execute.peers.peers import Peers
 from onward.execute.pipeline_run import PipelineRun
-from onward.execute.processes import expect_alike, label_of, lies_in_a_stage, rows_of_all
+from onward.execute.processes import expect_alike, lies_in_a_stage, rows_of_all, step_label
 from onward.execute.restore import restored
 from onward.execute.stage_executables import StageExecutables
 from onward.execute.state import State
@@ -186,9 +186,8 @@ class PipelineStep(NotPickled):
 
     def _label(self, values: Sequence[Any]) -> str:
         """The Program and the data, in words that have to be the same in all processes."""
-        pairs = zip(self._names, values, strict=True)
-        told = (f"{name} {label_of(x, name not in self._split)}" for name, x in pairs)
-        return ", ".join((f"Program {self._fingerprint}", *told))
+        fed = dict(zip(self._names, values, strict=True))
+        return step_label(self._fingerprint, fed, lambda name: name not in self._split)
 
     @property
     def _names(self) -> list[str]:

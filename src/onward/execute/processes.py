@@ -7,16 +7,16 @@ this is what JAX does by itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import compress
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from onward.core.errors import ArgumentError
 from onward.core.variable import holds_keys
@@ -68,6 +68,12 @@ def part_of(value: Any, sharding: Sharding) -> Any:
     return jax.make_array_from_process_local_data(sharding, value if is_key else np.asarray(value))
 
 
+def step_label(fingerprint: str, data: Mapping[str, Any], is_whole: Callable[[str], bool]) -> str:
+    """A step in words that have to be the same in all processes: its Program, and the data that it is fed."""
+    told = (f"{name} {label_of(x, is_whole(name))}" for name, x in data.items())
+    return ", ".join((f"Program {fingerprint}", *told))
+
+
 def label_of(value: Any, is_whole: bool) -> str:
     """The shape of data, and its numbers where each process has all of them: alike in all processes.
 
@@ -115,8 +121,16 @@ def _digest(numbers: np.ndarray, size: int) -> bytes:
 def expect_alike(program: str, name: str, value: Any) -> None:
     """Raise ``ArgumentError`` for a value that processes have otherwise; all of them call this together."""
     digest = np.frombuffer(_digest(_numbers(value), 8), np.uint32)
-    if np.ptp(multihost_utils.process_allgather(digest), axis=0).any():
+    if np.ptp(_together(digest), axis=0).any():
         raise ArgumentError(DIFFERS.format(program=program, name=name))
+
+
+def put_by_all(value: Any, sharding: Sharding, differs: str) -> Any:
+    """A value that all processes have alike, over their devices; where not, ``ArgumentError`` says so."""
+    try:
+        return jax.device_put(value, sharding)
+    except AssertionError:
+        raise ArgumentError(differs) from None
 
 
 def lies_in_a_stage(value: Any) -> bool:
@@ -131,6 +145,30 @@ def is_split_over_processes(value: Any) -> bool:
     return is_array and not value.is_fully_addressable and not value.is_fully_replicated
 
 
+def _together(value: np.ndarray, is_sum: bool = False) -> np.ndarray:
+    """The arrays of all processes, ``[processes, ...]``, or their sum, computed on one device of each.
+
+    It has ended when it returns. ``process_allgather`` of JAX may go on with the other devices of a process,
+    and a CPU mixes its data with that of the next computation over these.
+    """
+    mesh, run = _over_processes(is_sum)
+    own = jax.device_put(value[None], mesh.devices[jax.process_index()])
+    shape, apart = (mesh.size, *value.shape), NamedSharding(mesh, PartitionSpec("processes"))
+    found = run(jax.make_array_from_single_device_arrays(shape, apart, [own]))
+    return np.asarray(found.addressable_data(0))
+
+
+@lru_cache(maxsize=2)
+def _over_processes(is_sum: bool) -> tuple[Mesh, Any]:
+    """The first device of each process, and what gives every one of them all arrays, or their sum."""
+    mesh = Mesh([_of(jax.devices(), process)[0] for process in range(jax.process_count())], ("processes",))
+
+    def combined(each: Any) -> Any:
+        return jnp.sum(each, 0, each.dtype) if is_sum else each
+
+    return mesh, jax.jit(combined, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
 def gathered(value: Any) -> Any:
     """The whole of an array that lies over several processes, all of which call this together."""
     if lies_in_a_stage(value):
@@ -139,7 +177,9 @@ def gathered(value: Any) -> Any:
         return value
     if value.is_fully_replicated:
         return value.addressable_data(0)
-    return multihost_utils.process_allgather(value, tiled=True)
+    sharding: Any = value.sharding
+    whole = jax.device_put(value, NamedSharding(sharding.mesh, PartitionSpec()))
+    return np.asarray(jax.block_until_ready(whole).addressable_data(0))
 
 
 def rows_of_all(value: Any) -> Any:
@@ -147,9 +187,10 @@ def rows_of_all(value: Any) -> Any:
     if not getattr(value, "is_fully_addressable", True):
         return gathered(value)
     if isinstance(value, jax.Array) and holds_keys(value.dtype):
-        found = multihost_utils.process_allgather(jax.random.key_data(value), tiled=True)
-        return jax.random.wrap_key_data(found, impl=jax.random.key_impl(value))
-    return multihost_utils.process_allgather(np.asarray(value), tiled=True)
+        rows = rows_of_all(jax.random.key_data(value))
+        return jax.random.wrap_key_data(rows, impl=jax.random.key_impl(value))
+    own = np.asarray(value)
+    return _together(own).reshape(-1, *own.shape[1:])
 
 
 def _from_a_stage(value: Any) -> Any:
@@ -162,7 +203,7 @@ def _from_a_stage(value: Any) -> Any:
     if not own.size:
         return own
     sent = own.reshape(-1).view(np.uint8)  # the very bits
-    found = multihost_utils.broadcast_one_to_all(sent, is_source=is_mine).view(own.dtype).reshape(own.shape)
+    found: Any = _together(sent, is_sum=True).view(own.dtype).reshape(own.shape)
     return jax.random.wrap_key_data(found, impl=jax.random.key_impl(value)) if is_key else found
 
 
@@ -171,7 +212,7 @@ def of_processes(values: Any) -> Any:
     wide = np.asarray(values, np.float64)
     if jax.process_count() == 1:
         return wide[None]
-    return multihost_utils.process_allgather(wide.view(np.uint32)).view(np.float64)  # JAX would make float32
+    return _together(wide.view(np.uint32)).view(np.float64)  # JAX would make float32
 
 
 def on_this_process(values: Sequence[Any]) -> list[Any]:

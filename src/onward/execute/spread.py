@@ -17,7 +17,7 @@ from onward.core.placement import equal_variables
 from onward.core.program import Program, Replicas, Variable
 from onward.core.words import Kind, Pass, Placement
 from onward.execute.pinned import pinned, pinned_names
-from onward.execute.processes import DIFFERS, first_devices, part_of
+from onward.execute.processes import DIFFERS, first_devices, part_of, put_by_all, rows_of_all
 
 _TOO_FEW = (
     "{program} is replicated for {count} devices, and JAX shows {found} ({platform}). Replicate it for "
@@ -136,10 +136,7 @@ class Spread:
             and not isinstance(value, jax.core.Tracer)
         ):
             self._expect_whole(v, value)
-        try:
-            return jax.device_put(value, self._home(v))
-        except AssertionError:
-            raise ArgumentError(DIFFERS.format(program=self.program.name, name=v.name)) from None
+        return put_by_all(value, self._home(v), DIFFERS.format(program=self.program.name, name=v.name))
 
     def _expect_whole(self, v: Variable, value: jax.Array) -> None:
         """Raise ``ArgumentError`` for a parameter of which each device has a part."""
@@ -164,7 +161,7 @@ class Spread:
     def of_all(self, results: Sequence[Any]) -> list[Any]:
         """The results of ``local`` on every process, laid end to end in the order of the devices."""
         return [
-            x if p is Placement.REPLICATED else multihost_utils.process_allgather(np.asarray(x), tiled=True)
+            x if p is Placement.REPLICATED else rows_of_all(x)
             for x, p in zip(results, self.results, strict=True)
         ]
 

@@ -90,7 +90,8 @@ class StageRows:
         lowered = jitted.lower(*types)
         place = self.whole[stage]
         if not self.is_shared or place.addressable_devices:
-            return lowered.compile(options)
+            compiled = lowered.compile(options)
+            return compiled if not self.is_shared or place.is_fully_addressable else _in_order(compiled)
 
         def absent(sharding: Sharding, outs: Any) -> Any:
             return jax.tree.map(lambda x: _array(x.shape, x.dtype, sharding, []), outs)
@@ -100,8 +101,9 @@ class StageRows:
     def _joined(self, value: Any) -> Any:
         """A value that the devices of a stage may have shared out, whole on each of them."""
         whole = NamedSharding(value.sharding.mesh, PartitionSpec())
-        is_here = bool(whole.addressable_devices)
-        return jax.device_put(value, whole) if is_here else _array(value.shape, value.dtype, whole, [])
+        if not whole.addressable_devices:
+            return _array(value.shape, value.dtype, whole, [])
+        return _in_order(jax.device_put)(value, whole)
 
     def _copied(self, value: Any, place: NamedSharding) -> Any:
         to = dict(zip(value.sharding.mesh.devices.flat, place.mesh.devices.flat, strict=True))
@@ -133,9 +135,8 @@ def _exchange(both: NamedSharding, like: Any) -> Callable[[Any], Any]:
         sent = jax.lax.ppermute(numbers, "from_to", [(0, 1)])
         return sent if impl is None else jax.random.wrap_key_data(sent, impl=impl)
 
-    run = jax.jit(
-        jax.shard_map(move, mesh=both.mesh, in_specs=both.spec, out_specs=both.spec, check_vma=False)
-    )
+    moved = jax.shard_map(move, mesh=both.mesh, in_specs=both.spec, out_specs=both.spec, check_vma=False)
+    run = _in_order(jax.jit(moved))
     # What the second row gives is not read: it has the right type, and stays for the next call.
     part = both.shard_shape(shape)
     unread = jnp.broadcast_to(jnp.zeros((), dtype) if impl is None else jax.random.key(0, impl=impl), part)
@@ -147,6 +148,16 @@ def _exchange(both: NamedSharding, like: Any) -> Callable[[Any], Any]:
         return run(_array(shape, dtype, both, arrays))
 
     return exchange
+
+
+def _in_order(run: Callable[..., Any]) -> Callable[..., Any]:
+    """A computation over several processes, which on a CPU ends before the next one begins.
+
+    There two of them may run at once, and the data that processes exchange for one can end up in the other.
+    """
+    if jax.default_backend() != "cpu":
+        return run
+    return lambda *values: jax.block_until_ready(run(*values))
 
 
 def _is_mine(device: Any) -> bool:

@@ -20,6 +20,7 @@ from jax.extend import core as jex
 
 from onward.core.errors import ArgumentError, NotPickled
 from onward.core.jaxprs import devices
+from onward.core.jaxprs.attributes import attributes_of
 from onward.core.jaxprs.devices import Collective
 from onward.core.jaxprs.equations import (
     Type,
@@ -42,8 +43,6 @@ from onward.core.jaxprs.signature import (
 )
 from onward.core.jaxprs.tracing import traced
 from onward.core.primitives.table import of
-
-_TOO_LONG = 60
 
 
 @dataclass(frozen=True)
@@ -306,14 +305,7 @@ class Body(NotPickled):
         """The parameters of the primitive in words; empty for a body of several equations."""
         if len(self.equations) != 1 or is_inlined(self.equations[0]):
             return {}
-        shown = {}
-        for key, value in self.equations[0].params.items():
-            is_nowhere = getattr(getattr(value, "mesh", None), "empty", False)  # how it lies on no mesh
-            if not (callable(value) or jaxprs_in(value) or _is_left_open(value) or is_nowhere):
-                key, value = ("spec", value.spec) if hasattr(value, "spec") else (key, value)
-                text = str(_plain(value))
-                shown[key] = text if len(text) <= _TOO_LONG else text[: _TOO_LONG - 3] + "..."
-        return shown
+        return attributes_of(self.equations[0])
 
     @property
     def operands(self) -> tuple[int | str, ...]:
@@ -395,15 +387,3 @@ def _has_type(value: Any) -> bool:
     if isinstance(value, np.ndarray | np.generic):
         return value.dtype.kind not in "OSUVmM"
     return isinstance(value, jax.Array | Type)
-
-
-def _is_left_open(value: Any) -> bool:
-    """Whether a parameter says nothing."""
-    return value is None or (isinstance(value, tuple) and len(value) == 1 and value[0] is None)
-
-
-def _plain(value: Any) -> Any:
-    """A parameter without NumPy's way of writing integers."""
-    if isinstance(value, tuple | list):
-        return tuple(map(_plain, value))
-    return int(value) if isinstance(value, np.integer) else value
