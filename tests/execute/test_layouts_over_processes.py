@@ -47,6 +47,8 @@ for name, layout, parts in (
     ("stages", ow.pipeline(program, 2, micro_batches=4, schedule="zero_bubble"), True),
     ("stages of 3", ow.pipeline(program, 2, micro_batches=4, data=3), True),
     ("in all stages", ow.pipeline(program, 3, micro_batches=4, schedule="gpipe", data=2), True),
+    ("in parts", ow.pipeline(program, 2, micro_batches=4, data=3, sharded=True), True),
+    ("in parts everywhere", ow.pipeline(program, 3, micro_batches=4, data=2, sharded=True), True),
     ("fsdp", ow.partition(program, {"data": 6}, {"*": "data"}), True),
     ("model first", ow.partition(program, {"model": 2, "data": 3}, {"w0": P(None, "model")}), False),
 ):
@@ -100,7 +102,7 @@ def test_a_layout_over_two_processes_equals_that_of_one(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", [str(script), str(folders[0])])
     runpy.run_path(str(script))
     alone = dict(np.load(folders[0] / "0.npz"))
-    assert len(alone) == 38
+    assert len(alone) == 52
     for index in range(2):
         together = dict(np.load(folders[1] / f"{index}.npz"))
         assert together.keys() == alone.keys()

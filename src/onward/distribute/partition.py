@@ -19,7 +19,7 @@ from onward.core.builder import with_behind
 from onward.core.check import expect_program
 from onward.core.errors import ArgumentError, GraphError, UnknownNameError
 from onward.core.jaxprs.body import Body, body_of
-from onward.core.meshes import abstract_mesh, axes_of
+from onward.core.meshes import abstract_mesh, axes_of, longest_axis
 from onward.core.partitioned import does_fit, expect_fit, partitioned
 from onward.core.placement import expect_no_axis
 from onward.core.program import Applied, Partition, Phase, Program, Recipe, Variable
@@ -222,8 +222,7 @@ def _spec(v: Variable, split: Split, mesh: Mapping[str, int]) -> PartitionSpec:
     """How a Variable is split, of the words of a person."""
     if isinstance(split, str):
         _expect_axes(v, (split,), mesh)
-        dividing = [(n, -i) for i, n in enumerate(v.shape) if n and n % mesh[split] == 0]
-        at = -max(dividing)[1] if dividing else None
+        at = longest_axis(v, mesh[split])
         return PartitionSpec() if at is None else PartitionSpec(*[None] * at, split)
     if split is not None and not isinstance(split, PartitionSpec | tuple | list):
         raise ArgumentError(

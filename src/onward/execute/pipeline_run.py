@@ -64,11 +64,11 @@ class PipelineRun:
 
     def _state(self, name: str, stage: int) -> Any:
         """A value of state where a stage reads it; that of another stage is sent once a step."""
-        whole = self.stages.whole[stage]
-        if self.stages.home[name] == whole:
+        lies = self.stages.lies(self.stages.program[name], stage)
+        if self.stages.home[name] == lies:
             return self.own[name]
         if (name, stage) not in self._borrowed:
-            self._borrowed[name, stage] = self._put(self.own[name], whole)
+            self._borrowed[name, stage] = self._put(self.own[name], lies)
         return self._borrowed[name, stage]
 
     def _once(self, stage: int, program: Program) -> None:

@@ -196,6 +196,9 @@ def rows_of_all(value: Any) -> Any:
 def _from_a_stage(value: Any) -> Any:
     """A value that all devices of a stage have, from the first process with one of them."""
     is_key = holds_keys(value.dtype)
+    whole = NamedSharding(value.sharding.mesh, PartitionSpec())
+    if not value.is_fully_replicated and whole.addressable_devices:
+        value = jax.block_until_ready(jax.device_put(value, whole))
     owner = min(device.process_index for device in value.sharding.device_set)
     kind = jax.eval_shape(jax.random.key_data, value) if is_key else value
     is_mine = owner == jax.process_index()

@@ -68,7 +68,7 @@ class StageExecutables:
         self._options = dict(all_options(options))
         self.rows = StageRows(pipeline)
         self.whole = self.rows.whole
-        self.home = {v.name: self.whole[pipeline.homes[v]] for v in self.program.state}
+        self.home = {v.name: self.lies(v, pipeline.homes[v]) for v in self.program.state}
         loop = pipeline.loop
         self.split = [v for v in loop.turn.inputs if v.name in loop.how.split]
         self.results = {r.whole: r for r in pipeline.results}
@@ -93,11 +93,11 @@ class StageExecutables:
         self.updates = [StageUpdate(self, phase, stage) for phase, stage in sorted(pipeline.updates)]
 
     def lies(self, v: Variable, stage: int) -> StagePlace:
-        """How a value lies in a stage: what has an axis of examples is shared out to its devices."""
-        found = self.whole[stage]
-        if not isinstance(found, NamedSharding) or v not in self.pipeline.split_axes:
+        """How a value lies in a stage; its devices share out what has an axis of examples, or is sharded."""
+        found, pipeline = self.whole[stage], self.pipeline
+        axis = pipeline.split_axes.get(v, pipeline.shared_axes.get(v))
+        if not isinstance(found, NamedSharding) or axis is None:
             return found
-        axis = self.pipeline.split_axes[v]
         return NamedSharding(found.mesh, PartitionSpec(*[None] * axis, *found.mesh.axis_names))
 
     def readers(self, v: Variable) -> Sequence[int]:
@@ -131,6 +131,8 @@ class StageExecutables:
         run = lower(program, program.outputs, at_once=True)
 
         def call(totals: Any, state: Any, inputs: Any, scale: Any) -> Any:
+            state = self._gathered(program.state, state, stage)
+            inputs = self._gathered(program.inputs, inputs, stage)
             found = dict(zip(program.outputs, run(state, inputs), strict=True))
             added = [scaled(loop, loop.sums[i], found[loop.sums[i].part], scale) for i in sums]
             grown = [total + x.astype(total.dtype) for total, x in zip(totals, added, strict=True)]
@@ -139,11 +141,25 @@ class StageExecutables:
 
         types = [[self.typed(v, stage) for v in group] for group in (program.state, program.inputs)]
         call.__name__ = program.name if program.name.isidentifier() else "stage"
-        totals = [loop.sums[i].sum_type for i in sums]
+        totals = [self.sum_type(loop.sums[i], stage) for i in sums]
         joined = [loop.joined[i].part for i in pieces]
-        outs = self.whole[stage], *([self.lies(v, stage) for v in group] for group in (joined, sends))
+        lain = ([self.lies(v, stage) for v in group] for group in (joined, sends))
+        outs = ([x.sharding for x in totals], *lain)
         made = self.compiled(call, stage, totals, *types, self.scale, outs=outs)
         return StagePart(stage, program, made, sums, pieces, sends)
+
+    def _gathered(self, variables: Sequence[Variable], values: Sequence[Any], stage: int) -> list[Any]:
+        """Values as a micro-batch reads them: parameters whole, so that the examples stay shared out."""
+        shared, whole = self.pipeline.shared_axes, self.whole[stage]
+        return [
+            jax.lax.with_sharding_constraint(x, whole) if v in shared else x
+            for v, x in zip(variables, values, strict=True)
+        ]
+
+    def sum_type(self, result: LoopResult, stage: int) -> jax.ShapeDtypeStruct:
+        """The type of a sum over micro-batches as it lies in a stage."""
+        kind, laid = result.sum_type, sharding_of(self.lies(result.part, stage))
+        return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=laid)
 
     def _once(self, stage: int, program: Program) -> Any:
         run = lower(program, program.outputs, at_once=True)
@@ -157,8 +173,11 @@ class StageExecutables:
         return self.compiled(call, stage, (), *types, outs=outs)
 
     def _zeros_of(self, part: StagePart) -> Any:
-        kinds = [self.pipeline.loop.sums[i].sum_type for i in part.sums]
-        return self.compiled(lambda: [jnp.zeros(kind.shape, kind.dtype) for kind in kinds], part.stage)
+        kinds = [self.sum_type(self.pipeline.loop.sums[i], part.stage) for i in part.sums]
+        outs = [kind.sharding for kind in kinds]
+        return self.compiled(
+            lambda: [jnp.zeros(kind.shape, kind.dtype) for kind in kinds], part.stage, outs=outs
+        )
 
     @cached_property
     def scale(self) -> Any:
@@ -239,7 +258,7 @@ class StageUpdate:
         if result is None:
             return stages.typed(v, self.stage)
         if result.is_sum:
-            return result.sum_type
+            return stages.sum_type(result, self.stage)
         loop = stages.pipeline.loop
         found = jax.eval_shape(
             lambda x, scale: scaled(loop, result, x, scale), result.part.aval, stages.scale

@@ -12,11 +12,13 @@ from onward.core.columns import columns
 from onward.core.cost import cost, size
 from onward.core.errors import ArgumentError, GraphError
 from onward.core.marks import ACCUMULATE
+from onward.core.meshes import longest_axis
 from onward.core.program import Op, Program, Variable
 from onward.core.show import human_bytes
 from onward.core.walk import ancestors, needed_ops
 from onward.core.words import Kind, Pass
 from onward.develop.accumulation.micro_batches import LoopPlan, LoopResult
+from onward.distribute.pipeline.in_shape import in_shape_of
 from onward.distribute.pipeline.once import ONCE, Place, Work, with_once
 from onward.distribute.pipeline.parts import apart, parts_of
 from onward.distribute.pipeline.schedule import PipelineSchedule, StageWork
@@ -58,6 +60,7 @@ class Pipeline:
     updates: Mapping[tuple[int, int], Program]
     homes: Mapping[Variable, int]
     data: int = 1
+    sharded: bool = False
 
     @property
     def advice(self) -> str:
@@ -92,6 +95,15 @@ class Pipeline:
             found |= {p: grown[0]} if grown else {}
         found |= {r.whole: r.axis for r in loop.joined if r.axis is not None}
         return {v: axis for v, axis in found.items() if v.shape[axis] % self.data == 0}
+
+    @cached_property
+    def shared_axes(self) -> Mapping[Variable, int]:
+        """The axis of each parameter, of its gradient and its slots that the devices of a stage share out."""
+        if not self.sharded:
+            return {}
+        of = in_shape_of(self.accumulated, self.loop, self.once.values())
+        axes = {p: longest_axis(p, self.data) for p in self.accumulated.parameters}
+        return {v: axis for v, p in of.items() if (axis := axes[p]) is not None}
 
     @cached_property
     def borrowed(self) -> Mapping[str, tuple[int, ...]]:
@@ -155,9 +167,16 @@ class Pipeline:
     def _notes(self) -> list[str]:
         notes = ["what is held and sent is that of one micro-batch; work is counted in operations"]
         if self.data > 1:
+            keeps = "a share of its" if self.sharded else "its"
             notes.append(
-                f"each stage has {self.data} devices: each keeps its parameters and other state, and a share "
-                "of what is held and sent"
+                f"each stage has {self.data} devices: each keeps {keeps} parameters, gradients and other "
+                "state, and a share of what is held and sent"
+            )
+        whole = [p for p in self.accumulated.parameters if p not in self.shared_axes]
+        if self.sharded and whole:
+            notes.append(
+                f"{human_bytes(sum(map(size, whole)))} of parameters are whole on each of them: "
+                f"{self.data} divides no dimension of these"
             )
         if self.once:
             made = [f"{human_bytes(sum(map(size, p.outputs)))} in stage {s}" for s, p in self.once.items()]
@@ -197,7 +216,12 @@ def _loop_of(accumulated: Program) -> LoopPlan:
 
 
 def cut(
-    program: Program, accumulated: Program, schedule: PipelineSchedule, homes: Homes, data: int
+    program: Program,
+    accumulated: Program,
+    schedule: PipelineSchedule,
+    homes: Homes,
+    data: int,
+    sharded: bool = False,
 ) -> Pipeline:
     """Cut a Program that accumulates into stages, whose forward activations have these homes.
 
@@ -227,9 +251,8 @@ def cut(
     updates = parts_of(placing.source, placing.groups, _ends(accumulated, placing, loop))
     before = _before(program, loop, ahead, works)
     statistics = _statistics(accumulated, loop, rest)
-    return Pipeline(
-        program, accumulated, loop, schedule, statistics, before, once, parts, updates, placing.homes, data
-    )
+    inner = loop, schedule, statistics, before, once, parts, updates
+    return Pipeline(program, accumulated, *inner, placing.homes, data, sharded)
 
 
 def _statistics(program: Program, loop: LoopPlan, rest: Iterable[Op]) -> Program:

@@ -16,7 +16,7 @@ from onward.core.marks import ACCUMULATE
 from onward.core.placement import expect_no_axis
 from onward.core.program import Phase, Program, Recipe
 from onward.core.recipe import recipe_of
-from onward.core.structure import expect_count
+from onward.core.structure import expect_count, expect_flag
 from onward.core.walk import Where
 from onward.core.words import Pass
 from onward.develop.accumulation.accumulate import accumulate
@@ -50,6 +50,7 @@ def pipeline(
     whole: Iterable[Where] = (),
     is_sum: bool | None = None,
     data: int = 1,
+    sharded: bool = False,
 ) -> Pipeline:
     """Cut a training Program into stages, each on a device of its own, that work on micro-batches at once.
 
@@ -80,6 +81,9 @@ def pipeline(
         is_sum: the loss is a sum over examples, as in ``accumulate``; as the graph tells unless given.
         data: how many devices each stage has. They share the examples of a micro-batch; each has all of the
             stage's parameters, and JAX's partitioner sums their gradients.
+        sharded: these devices share out the parameters too, with their gradients and what the optimizer keeps
+            of them (FSDP): each has a part of the longest dimension that ``data`` divides, and gathers what a
+            micro-batch reads.
 
     Raises:
         ArgumentError: an unknown schedule; more stages than the forward pass can be cut into; micro-batches
@@ -114,6 +118,7 @@ def pipeline(
     order = schedule_of(schedule, stages, micro_batches)
     expect_count(micro_batches, "pipeline: micro_batches", least=2, of="how many")
     expect_count(data, "pipeline: data", of="how many devices of each stage")
+    _expect_sharing(sharded, data, program)
     at = _scopes(at)
     recipe = recipe_of(program, "at the size of a micro-batch", "Compile it for one device")
     _expect_fit(program, recipe)
@@ -127,7 +132,22 @@ def pipeline(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the same was said of the Program without loops
             accumulated = accumulate(program, micro_batches, whole=whole, is_sum=is_sum)
-    return cut(program, accumulated, order, homes, data)
+    return cut(program, accumulated, order, homes, data, sharded)
+
+
+def _expect_sharing(sharded: bool, data: int, program: Program) -> None:
+    """Raise ``ArgumentError`` if there is nobody to share with, or nothing would be won."""
+    expect_flag(sharded, "pipeline: sharded")
+    if sharded and data == 1:
+        raise ArgumentError(
+            "pipeline: sharded=True, and each stage has one device. Say with how many its parameters are "
+            "shared out, data=2."
+        )
+    if sharded and is_rolled(program):
+        raise ArgumentError(
+            f"pipeline: sharded=True, and the stages of {program.name!r} are loops, which keep their "
+            "parameters stacked and whole during a step. Leave roll out."
+        )
 
 
 def _scopes(at: Iterable[str]) -> Sequence[str]:
