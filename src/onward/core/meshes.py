@@ -33,17 +33,6 @@ def part_size(v: Variable, spec: PartitionSpec | None, mesh: Mapping[str, int]) 
     return v.size if spec is None else v.size // prod(parts(spec, mesh))
 
 
-def longest_axis(v: Variable, count: int) -> int | None:
-    """The longest dimension that divides into so many parts, the first of equal ones; None: there is none.
-
-    >>> import jax, numpy as np
-    >>> longest_axis(Variable("w", jax.core.ShapedArray((3, 8, 6), np.float32)), 2)
-    1
-    """
-    dividing = [(n, -axis) for axis, n in enumerate(v.shape) if n and n % count == 0]
-    return -max(dividing)[1] if dividing else None
-
-
 def abstract_mesh(mesh: Mapping[str, int]) -> AbstractMesh:
     """A mesh without devices, whose axes JAX's partitioner splits arrays over."""
     return AbstractMesh(tuple(mesh.values()), tuple(mesh), axis_types=(AxisType.Auto,) * len(mesh))

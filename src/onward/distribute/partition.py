@@ -19,7 +19,7 @@ from onward.core.builder import with_behind
 from onward.core.check import expect_program
 from onward.core.errors import ArgumentError, GraphError, UnknownNameError
 from onward.core.jaxprs.body import Body, body_of
-from onward.core.meshes import abstract_mesh, axes_of, longest_axis
+from onward.core.meshes import abstract_mesh, axes_of
 from onward.core.partitioned import does_fit, expect_fit, partitioned
 from onward.core.placement import expect_no_axis
 from onward.core.program import Applied, Partition, Phase, Program, Recipe, Variable
@@ -131,6 +131,12 @@ def constrained(program: Program, mesh: Mapping[str, int], specs: _Specs, must: 
     return replace(result, gradients=pairs)
 
 
+def without_partition(recipe: Recipe) -> Recipe:
+    """The recipe for one device, with the constraints on activations and gradients that a person asked for."""
+    steps = recipe.without(partitioned).steps
+    return replace(recipe, steps=tuple(s for s in steps if s.function is not constrained or s.arguments[-1]))
+
+
 class _Found:
     """A search for what the entries of a table meet, in the order of the table.
 
@@ -222,7 +228,8 @@ def _spec(v: Variable, split: Split, mesh: Mapping[str, int]) -> PartitionSpec:
     """How a Variable is split, of the words of a person."""
     if isinstance(split, str):
         _expect_axes(v, (split,), mesh)
-        at = longest_axis(v, mesh[split])
+        dividing = [(n, -i) for i, n in enumerate(v.shape) if n and n % mesh[split] == 0]
+        at = -max(dividing)[1] if dividing else None
         return PartitionSpec() if at is None else PartitionSpec(*[None] * at, split)
     if split is not None and not isinstance(split, PartitionSpec | tuple | list):
         raise ArgumentError(

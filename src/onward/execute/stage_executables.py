@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from onward.core.lower import lower
 from onward.core.program import Program, Variable
@@ -93,12 +93,9 @@ class StageExecutables:
         self.updates = [StageUpdate(self, phase, stage) for phase, stage in sorted(pipeline.updates)]
 
     def lies(self, v: Variable, stage: int) -> StagePlace:
-        """How a value lies in a stage; its devices share out what has an axis of examples, or is sharded."""
-        found, pipeline = self.whole[stage], self.pipeline
-        axis = pipeline.split_axes.get(v, pipeline.shared_axes.get(v))
-        if not isinstance(found, NamedSharding) or axis is None:
-            return found
-        return NamedSharding(found.mesh, PartitionSpec(*[None] * axis, *found.mesh.axis_names))
+        """How a value lies in a stage, whose devices may share it out."""
+        found, spec = self.whole[stage], self.pipeline.specs.get(v)
+        return found if spec is None else NamedSharding(found.mesh, spec)
 
     def readers(self, v: Variable) -> Sequence[int]:
         """The stages that are given a value, each once."""
@@ -150,9 +147,9 @@ class StageExecutables:
 
     def _gathered(self, variables: Sequence[Variable], values: Sequence[Any], stage: int) -> list[Any]:
         """Values as a micro-batch reads them: parameters whole, so that the examples stay shared out."""
-        shared, whole = self.pipeline.shared_axes, self.whole[stage]
+        read, whole = self.pipeline.gathered, self.whole[stage]
         return [
-            jax.lax.with_sharding_constraint(x, whole) if v in shared else x
+            jax.lax.with_sharding_constraint(x, NamedSharding(whole.mesh, read[v])) if v in read else x
             for v, x in zip(variables, values, strict=True)
         ]
 

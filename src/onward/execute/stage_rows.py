@@ -8,7 +8,8 @@ same processes, position by position; otherwise both rows exchange it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from math import prod
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from onward.core.errors import ArgumentError
+from onward.core.meshes import axes_of
 from onward.core.variable import holds_keys
 from onward.distribute.pipeline.cut import Pipeline
 from onward.execute.processes import STAGE, first_devices, lies_in_a_stage
@@ -62,7 +64,7 @@ class StageRows:
         here, there = value.sharding.mesh.devices.flat, place.mesh.devices.flat
         if value.sharding == place:
             return value
-        assert _split(value.sharding) == _split(place), "a value is split alike in all stages"
+        assert axes_of(value.sharding.spec) == axes_of(place.spec), "a value is split alike in all stages"
         if all(a.process_index == b.process_index for a, b in zip(here, there, strict=True)):
             return self._copied(value, place)
         return self._exchanged(value, place)
@@ -112,8 +114,8 @@ class StageRows:
 
     def _exchanged(self, value: Any, place: NamedSharding) -> Any:
         """A value sent from process to process: both rows compute a step of it together."""
-        rows = np.stack([value.sharding.mesh.devices.ravel(), place.mesh.devices.ravel()])
-        both = NamedSharding(Mesh(rows, ("from_to", STAGE)), _row_spec(place.spec))
+        rows = np.stack([value.sharding.mesh.devices, place.mesh.devices])
+        both = NamedSharding(Mesh(rows, ("from_to", *place.mesh.axis_names)), place.spec)
         if not both.addressable_devices:
             return _array(value.shape, value.dtype, place, [])
         key = both, value.shape, value.dtype
@@ -140,7 +142,7 @@ def _exchange(both: NamedSharding, like: Any) -> Callable[[Any], Any]:
     # What the second row gives is not read: it has the right type, and stays for the next call.
     part = both.shard_shape(shape)
     unread = jnp.broadcast_to(jnp.zeros((), dtype) if impl is None else jax.random.key(0, impl=impl), part)
-    there = {device: jax.device_put(unread, device) for device in both.mesh.devices[1] if _is_mine(device)}
+    there = {device: jax.device_put(unread, device) for device in both.mesh.devices[1].flat if _is_mine(device)}
 
     def exchange(value: Any) -> Any:
         here = {shard.device: shard.data for shard in value.addressable_shards}
@@ -164,16 +166,6 @@ def _is_mine(device: Any) -> bool:
     return bool(device.process_index == jax.process_index())
 
 
-def _split(sharding: NamedSharding) -> list[int]:
-    """The dimensions that the devices of a row share out."""
-    return [i for i, axes in enumerate(sharding.spec) if axes is not None]
-
-
-def _row_spec(spec: PartitionSpec) -> PartitionSpec:
-    """How a value lies in a row, as a spec of a mesh whose rows have one axis."""
-    return PartitionSpec(*(None if axes is None else STAGE for axes in spec))
-
-
 def _array(shape: tuple[int, ...], dtype: Any, sharding: Sharding, arrays: list[Any]) -> Any:
     """An array over devices of which this process has these parts, maybe none."""
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays, dtype=dtype)
@@ -186,13 +178,15 @@ def sharding_of(place: StagePlace) -> Sharding:
 
 def _rows(pipeline: Pipeline) -> Sequence[StagePlace]:
     """How a value lies that all devices of a stage have, for each stage."""
-    stages, each, processes = pipeline.schedule.stages, pipeline.data, jax.process_count()
+    how, stages, processes = pipeline.partition, pipeline.schedule.stages, jax.process_count()
+    axes = {} if how is None else dict(how.mesh)
+    each = prod(axes.values())
     found, count, name = jax.devices(), stages * each, pipeline.program.name
     if len(found) < count:
         own = "a device of its own" if each == 1 else f"{each} devices of its own"
         told = {"name": name, "stages": stages, "own": own, "found": len(found), "count": count}
         raise ArgumentError(_TOO_FEW.format(platform=found[0].platform, **told))
-    if each == processes == 1:
+    if how is None and processes == 1:
         return found[:stages]
     if stages % processes and each % processes and processes % stages:
         raise ArgumentError(_UNEVEN.format(name=name, stages=stages, each=each, processes=processes))
@@ -201,5 +195,10 @@ def _rows(pipeline: Pipeline) -> Sequence[StagePlace]:
         rows = devices.reshape(processes, stages, -1).swapaxes(0, 1).reshape(stages, each)
     else:
         rows = devices.reshape(stages, each)
-    axis = "data" if processes == 1 else STAGE
-    return [NamedSharding(Mesh(row, (axis,)), PartitionSpec()) for row in rows]
+    if processes > 1:
+        axes = {STAGE: 1, **axes}
+    return [_whole_on(row.reshape(tuple(axes.values())), axes) for row in rows]
+
+
+def _whole_on(devices: np.ndarray, axes: Iterable[str]) -> NamedSharding:
+    return NamedSharding(Mesh(devices, tuple(axes)), PartitionSpec())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Any
 
 from onward.core.check import check
@@ -12,16 +13,16 @@ from onward.core.columns import columns
 from onward.core.cost import cost, size
 from onward.core.errors import ArgumentError, GraphError
 from onward.core.marks import ACCUMULATE
-from onward.core.meshes import longest_axis
-from onward.core.program import Op, Program, Variable
+from onward.core.meshes import axes_of, part_size
+from onward.core.program import Op, Partition, Program, Variable
 from onward.core.show import human_bytes
 from onward.core.walk import ancestors, needed_ops
 from onward.core.words import Kind, Pass
 from onward.develop.accumulation.micro_batches import LoopPlan, LoopResult
-from onward.distribute.pipeline.in_shape import in_shape_of
 from onward.distribute.pipeline.once import ONCE, Place, Work, with_once
 from onward.distribute.pipeline.parts import apart, parts_of
 from onward.distribute.pipeline.schedule import PipelineSchedule, StageWork
+from onward.distribute.pipeline.stage_specs import Specs, batch_axes, data_specs, state_specs, without_axes
 from onward.distribute.pipeline.stages import Stages, stages_by_name, stages_of
 from onward.distribute.pipeline.updates import UpdatePlacing
 
@@ -46,7 +47,7 @@ class Pipeline:
         parts: for each stage and each of its works the Program; none where there is nothing to compute.
         updates: for each phase of the update and each stage the Program.
         homes: the stage where each Variable of state lies, and each result.
-        data: how many devices each stage has, which share the examples of a micro-batch.
+        partition: the mesh of devices that each stage has, and what they share; None: one device.
     """
 
     program: Program
@@ -59,8 +60,7 @@ class Pipeline:
     parts: Mapping[Place, Program]
     updates: Mapping[tuple[int, int], Program]
     homes: Mapping[Variable, int]
-    data: int = 1
-    sharded: bool = False
+    partition: Partition | None = None
 
     @property
     def advice(self) -> str:
@@ -84,26 +84,27 @@ class Pipeline:
         return found
 
     @cached_property
-    def split_axes(self) -> Mapping[Variable, int]:
-        """The axis of examples of each value that is shared out along it to the devices of a stage."""
-        loop = self.loop
-        found = {v: 0 for v in loop.turn.inputs if v.name in loop.how.split}
-        ops = zip(loop.whole.loop, loop.part.loop, strict=False)
-        pairs = [(v, p) for op, part in ops for v, p in zip(op.outputs, part.outputs, strict=False)]
-        for v, p in pairs:
-            grown = [i for i, (n, m) in enumerate(zip(v.shape, p.shape, strict=False)) if n != m]
-            found |= {p: grown[0]} if grown else {}
-        found |= {r.whole: r.axis for r in loop.joined if r.axis is not None}
-        return {v: axis for v, axis in found.items() if v.shape[axis] % self.data == 0}
+    def state_specs(self) -> Specs:
+        """How state and what belongs to it is split over the devices of its stage."""
+        if self.partition is None:
+            return {}
+        return state_specs(self.partition, self.accumulated, self.loop, self.once.values())
 
     @cached_property
-    def shared_axes(self) -> Mapping[Variable, int]:
-        """The axis of each parameter, of its gradient and its slots that the devices of a stage share out."""
-        if not self.sharded:
+    def specs(self) -> Specs:
+        """How each value is split over the devices of a stage; what is whole on all is not among them."""
+        if self.partition is None:
             return {}
-        of = in_shape_of(self.accumulated, self.loop, self.once.values())
-        axes = {p: longest_axis(p, self.data) for p in self.accumulated.parameters}
-        return {v: axis for v, p in of.items() if (axis := axes[p]) is not None}
+        return {**self.state_specs, **data_specs(self.partition, self.accumulated, self.loop)}
+
+    @cached_property
+    def gathered(self) -> Specs:
+        """How a micro-batch reads what the axes of its examples split: whole along these, for a moment."""
+        if self.partition is None:
+            return {}
+        axes = batch_axes(self.partition, self.loop)
+        read = {v: without_axes(spec, axes) for v, spec in self.state_specs.items()}
+        return {v: spec for v, spec in read.items() if axes_of(spec) != axes_of(self.state_specs[v])}
 
     @cached_property
     def borrowed(self) -> Mapping[str, tuple[int, ...]]:
@@ -166,18 +167,8 @@ class Pipeline:
     @property
     def _notes(self) -> list[str]:
         notes = ["what is held and sent is that of one micro-batch; work is counted in operations"]
-        if self.data > 1:
-            keeps = "a share of its" if self.sharded else "its"
-            notes.append(
-                f"each stage has {self.data} devices: each keeps {keeps} parameters, gradients and other "
-                "state, and a share of what is held and sent"
-            )
-        whole = [p for p in self.accumulated.parameters if p not in self.shared_axes]
-        if self.sharded and whole:
-            notes.append(
-                f"{human_bytes(sum(map(size, whole)))} of parameters are whole on each of them: "
-                f"{self.data} divides no dimension of these"
-            )
+        if self.partition is not None:
+            notes.append(self._of_devices(self.partition))
         if self.once:
             made = [f"{human_bytes(sum(map(size, p.outputs)))} in stage {s}" for s, p in self.once.items()]
             notes.append(f"made of parameters and constants once a step, and kept: {', '.join(made)}")
@@ -192,6 +183,15 @@ class Pipeline:
             )
         return notes
 
+    def _of_devices(self, how: Partition) -> str:
+        """A note on what each device of a stage keeps."""
+        state = self.accumulated.state
+        kept = sum(size(v) * part_size(v, self.specs.get(v), how.mesh) // max(v.size, 1) for v in state)
+        whole = sum(map(size, state))
+        part = "all" if kept == whole else f"{100 * kept / whole:.0f} %"
+        shares = ", and a share of what is held and sent" * bool(batch_axes(how, self.loop))
+        return f"each stage has {how.count} devices ({how}): each keeps {part} of its state{shares}"
+
     @property
     def _late(self) -> list[set[StageWork]]:
         """For each stage the works that have ops after the forward pass."""
@@ -204,12 +204,13 @@ def homes_of(program: Program, accumulated: Program, stages: int, at: Sequence[s
     Raises:
         GraphError: micro-batches hand on what depends on their data.
     """
-    turn, ahead = _loop_of(accumulated).turn, _ahead(program, _loop_of(accumulated))
+    turn, ahead = loop_of(accumulated).turn, _ahead(program, loop_of(accumulated))
     found = stages_of(turn, frozenset(ahead), stages, at)
     return {v.name: at for op, at in found.items() if op.made_by is Pass.FORWARD for v in op.outputs}
 
 
-def _loop_of(accumulated: Program) -> LoopPlan:
+def loop_of(accumulated: Program) -> LoopPlan:
+    """The plan of the loop of a Program that accumulates."""
     op: Any = next(op for op in accumulated.ops if op.type is ACCUMULATE)
     plan: LoopPlan = op.body.plan
     return plan
@@ -220,8 +221,7 @@ def cut(
     accumulated: Program,
     schedule: PipelineSchedule,
     homes: Homes,
-    data: int,
-    sharded: bool = False,
+    partition: Partition | None,
 ) -> Pipeline:
     """Cut a Program that accumulates into stages, whose forward activations have these homes.
 
@@ -229,8 +229,8 @@ def cut(
         GraphError: ops stand before the forward pass.
     """
     op = next(op for op in accumulated.ops if op.type is ACCUMULATE)
-    loop = _loop_of(accumulated)
-    _expect_divided(loop, data)
+    loop = loop_of(accumulated)
+    _expect_divided(loop, partition)
     turn = loop.turn
     _expect_nothing_before(program, loop)
     ahead = _ahead(program, loop)
@@ -252,7 +252,7 @@ def cut(
     before = _before(program, loop, ahead, works)
     statistics = _statistics(accumulated, loop, rest)
     inner = loop, schedule, statistics, before, once, parts, updates
-    return Pipeline(program, accumulated, *inner, placing.homes, data, sharded)
+    return Pipeline(program, accumulated, *inner, placing.homes, partition)
 
 
 def _statistics(program: Program, loop: LoopPlan, rest: Iterable[Op]) -> Program:
@@ -329,11 +329,14 @@ def _ahead(program: Program, loop: LoopPlan) -> list[Op]:
     return needed_ops(turn, following)
 
 
-def _expect_divided(loop: LoopPlan, data: int) -> None:
-    if loop.short % data:
+def _expect_divided(loop: LoopPlan, how: Partition | None) -> None:
+    axes = () if how is None else batch_axes(how, loop)
+    count = 1 if how is None else prod(how.mesh[axis] for axis in axes)
+    if loop.short % count:
         raise ArgumentError(
-            f"pipeline: a micro-batch has {loop.short} rows, which data={data} does not divide. Feed "
-            f"{data * loop.how.steps} rows or a multiple, or take fewer micro-batches or devices."
+            f"pipeline: a micro-batch has {loop.short} rows, which {' x '.join(axes)}={count} does not "
+            f"divide. Feed {count * loop.how.steps} rows or a multiple, or take fewer micro-batches or "
+            "devices."
         )
 
 

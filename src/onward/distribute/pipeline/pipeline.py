@@ -10,17 +10,20 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Sequence
 
+from jax.sharding import PartitionSpec
+
 from onward.core.check import expect_program
 from onward.core.errors import ArgumentError, GraphError
 from onward.core.marks import ACCUMULATE
 from onward.core.placement import expect_no_axis
-from onward.core.program import Phase, Program, Recipe
-from onward.core.recipe import recipe_of
-from onward.core.structure import expect_count, expect_flag
+from onward.core.program import Partition, Phase, Program, Recipe
+from onward.core.recipe import build, recipe_of, whole_types
+from onward.core.structure import expect_count
 from onward.core.walk import Where
 from onward.core.words import Pass
 from onward.develop.accumulation.accumulate import accumulate
-from onward.distribute.pipeline.cut import Pipeline, cut, homes_of
+from onward.distribute.partition import without_partition
+from onward.distribute.pipeline.cut import Pipeline, cut, homes_of, loop_of
 from onward.distribute.pipeline.rolled import is_rolled, rolled_within, without_loops
 from onward.distribute.pipeline.schedule import schedule_of
 
@@ -34,10 +37,6 @@ _REFUSED = {
 }
 _BY_NAME = {
     "adjust_scale": "scales the loss of float16, and leaves out steps as a whole. Take bfloat16",
-    "partitioned": (
-        "splits its arrays over a mesh already, and stages share out examples (data=), no parameters yet. "
-        "Leave partition out"
-    ),
 }
 
 
@@ -50,7 +49,6 @@ def pipeline(
     whole: Iterable[Where] = (),
     is_sum: bool | None = None,
     data: int = 1,
-    sharded: bool = False,
 ) -> Pipeline:
     """Cut a training Program into stages, each on a device of its own, that work on micro-batches at once.
 
@@ -81,9 +79,6 @@ def pipeline(
         is_sum: the loss is a sum over examples, as in ``accumulate``; as the graph tells unless given.
         data: how many devices each stage has. They share the examples of a micro-batch; each has all of the
             stage's parameters, and JAX's partitioner sums their gradients.
-        sharded: these devices share out the parameters too, with their gradients and what the optimizer keeps
-            of them (FSDP): each has a part of the longest dimension that ``data`` divides, and gathers what a
-            micro-batch reads.
 
     Raises:
         ArgumentError: an unknown schedule; more stages than the forward pass can be cut into; micro-batches
@@ -118,8 +113,8 @@ def pipeline(
     order = schedule_of(schedule, stages, micro_batches)
     expect_count(micro_batches, "pipeline: micro_batches", least=2, of="how many")
     expect_count(data, "pipeline: data", of="how many devices of each stage")
-    _expect_sharing(sharded, data, program)
     at = _scopes(at)
+    program, mesh = _apart(program, data)
     recipe = recipe_of(program, "at the size of a micro-batch", "Compile it for one device")
     _expect_fit(program, recipe)
     plain = without_loops(program) if is_rolled(program) else program
@@ -132,22 +127,34 @@ def pipeline(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the same was said of the Program without loops
             accumulated = accumulate(program, micro_batches, whole=whole, is_sum=is_sum)
-    return cut(program, accumulated, order, homes, data, sharded)
+    if data > 1:
+        split = loop_of(accumulated).how.split
+        mesh = Partition({"data": data}, dict.fromkeys(split, PartitionSpec("data")))
+    return cut(program, accumulated, order, homes, mesh)
 
 
-def _expect_sharing(sharded: bool, data: int, program: Program) -> None:
-    """Raise ``ArgumentError`` if there is nobody to share with, or nothing would be won."""
-    expect_flag(sharded, "pipeline: sharded")
-    if sharded and data == 1:
+def _apart(program: Program, data: int) -> tuple[Program, Partition | None]:
+    """The Program for one device, and how it was partitioned, which each stage is in its place."""
+    how = program.partition
+    if how is None:
+        return program, None
+    if data > 1:
         raise ArgumentError(
-            "pipeline: sharded=True, and each stage has one device. Say with how many its parameters are "
-            "shared out, data=2."
+            f"pipeline: data={data}, and {program.name!r} is partitioned over {how}, which says what devices "
+            "each stage has. Say it there: partition(program, {'data': 2, ...}, ...)."
         )
-    if sharded and is_rolled(program):
+    if how.devices:
         raise ArgumentError(
-            f"pipeline: sharded=True, and the stages of {program.name!r} are loops, which keep their "
+            f"pipeline: {program.name!r} is partitioned over a mesh with devices, and each stage has its "
+            f"own. Give partition the lengths of the axes, {dict(how.mesh)}."
+        )
+    if is_rolled(program):
+        raise GraphError(
+            f"pipeline: {program.name!r} is partitioned, and its stages are loops, which keep their "
             "parameters stacked and whole during a step. Leave roll out."
         )
+    recipe = recipe_of(program, "at the size of a micro-batch", "Compile it without stages")
+    return build(without_partition(recipe), whole_types(program)), how
 
 
 def _scopes(at: Iterable[str]) -> Sequence[str]:
