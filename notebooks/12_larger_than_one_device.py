@@ -31,6 +31,7 @@ import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 import onward as ow
 
@@ -148,9 +149,18 @@ print(f"{kept / 1024:.0f} KiB of state on {first}")
 assert kept < BUDGET
 
 # %% [markdown]
-# Another layout is another table. `{"model": 4, "data": 2}` with `P(None, "model")` for the matrices that widen and
-# `P("model")` for those that narrow is tensor parallelism beside data parallelism; the numbers stay.
-#
+# Another layout is another table. `P(None, "model")` for the matrices that widen and `P("model")` for those that narrow
+# is tensor parallelism. Beside data parallelism, and in two stages that work at the same time, it takes 2 x 2 x 2
+# devices; the numbers stay.
+
+# %%
+table = {"*/up": P("data", "model"), "*/down": P("model", "data"), "*": "data"}
+cut = ow.pipeline(ow.partition(program, {"data": 2, "model": 2}, table), stages=2, micro_batches=4)
+print(cut)
+_, in_stages = trained(cut)
+np.testing.assert_allclose(in_stages, alone, rtol=1e-3)
+
+# %% [markdown]
 # `replicate` and `partition` both compile to one computation for all devices. JAX's older way, `jax.pmap`, is a
 # `jit` of `shard_map` since JAX 0.10; `compile(..., by="pmap")` still takes it, and `shard_map`, which is what runs
 # unless it is asked for, is what we recommend.

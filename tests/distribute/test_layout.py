@@ -284,17 +284,34 @@ def test_its_code_is_what_apply_does_and_trains_as_one_device(small: Program) ->
     assert type(names["program"]) is not Program  # stages, each with a device of its own
     names["program"] = small
     exec(layouts.find(stages=4, data=2, recompute=False).code, names)
-    assert names["program"].data == 2
-    assert layouts.find(stages=4, data=2).runs
+    assert names["program"].partition.mesh == {"data": 2}
+    for choice in ({"tensor": 2, "stages": 4}, {"fsdp": 2, "tensor": 2, "stages": 2}):
+        staged = layouts.find(**choice, recompute=False)
+        names["program"] = small
+        exec(staged.code, names)
+        step = ow.compile(names["program"])
+        state, _ = step(step.init(CHAIN), x)
+        kept: Counter[Any] = Counter()
+        for part in (part for v in small.parameters for part in state[v.name].addressable_shards):
+            kept[part.device] += part.data.nbytes
+        assert max(kept.values()) == staged.kept.parameters
+        np.testing.assert_allclose(step(state, x)[1].loss, losses[0], rtol=1e-5)
+    assert all(one.runs for one in layouts)
+    assert "* is foretold" not in str(layouts)
     staged = layouts.find(stages=4, tensor=2)
-    assert not staged.runs
-    marked = [line.split()[:5] for line in str(layouts).splitlines() if re.match(r" *\d+\*? +\d", line)]
-    assert all(row[0].endswith("*") == (row[4] != "1" and row[2:4] != ["1", "1"]) for row in marked)
-    assert {row[0][-1] == "*" for row in marked} == {True, False}
-    assert "* is foretold, and pipeline does not make it yet" in str(layouts)
-    assert staged.code.startswith("# Foretold, and not yet made: pipeline shares the examples in a stage")
     with pytest.raises(ow.GraphError, match=r"(?s)has 4 stages.*\n\n.*ow.pipeline\(program, stages=4"):
         staged.apply(small)
+
+
+def test_stages_of_layers_in_a_loop_are_foretold_only(program: Program) -> None:
+    layouts = ow.layout(program, 8)
+    marked = [line.split()[:5] for line in str(layouts).splitlines() if re.match(r" *\d+\*? +\d", line)]
+    assert all(row[0].endswith("*") == (row[4] != "1") for row in marked)
+    assert {row[0][-1] == "*" for row in marked} == {True, False}
+    assert "* is foretold: pipeline cuts between layers, and here they are a loop" in str(layouts)
+    staged = next(one for one in layouts if one.choice.stages > 1)
+    assert not staged.runs
+    assert "# pipeline cuts between ops: write the layers one by one" in staged.code
 
 
 def test_its_patterns_meet_no_parameter_that_stays_whole() -> None:

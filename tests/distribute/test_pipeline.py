@@ -273,7 +273,6 @@ def test_what_no_pipeline_can_be_made_of_is_refused_by_name(program: Program):
         "watched of 'mlp' looks": ow.watch(program, ["*"]),
         "replicated of 'mlp' lays it out over devices": ow.replicate(program, 2),
         "say micro_batches=": ow.accumulate(program, 2),
-        "Leave partition out": ow.partition(program, {"data": 2}, {}),
         "Take bfloat16": ow.mixed_precision(program, "float16"),
         "has no update": ow.append_backward(forward),
         "prints or calls back": ow.SGD(0.1).minimize(printing, MLP, X),

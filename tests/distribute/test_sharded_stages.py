@@ -1,4 +1,4 @@
-"""The devices of a stage share out its parameters, gradients and slots, and the numbers stay."""
+"""Stages that are meshes: FSDP, tensor parallelism and both, with the numbers of one device."""
 
 from __future__ import annotations
 
@@ -10,59 +10,66 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 from tests.distribute.test_pipeline import CLIPPED, MLP, NETWORKS, QUICK, WIDE, X, mlp, normal, trained
 
 import onward as ow
 
+FSDP = {"data": 2}, {"*": "data"}
+MODEL = {"model": 2}, {"*wide": P(None, "model")}
+BOTH = {"data": 2, "model": 2}, {"*up": P("data", "model"), "*down": P("model", "data"), "*": "data"}
 
-def parts_of(state: Any) -> dict[str, tuple[int, ...]]:
+
+def held(state: Any) -> dict[str, tuple[int, ...]]:
     """The shape of what a device has of each state Variable, the same on all that have some."""
     shapes = {name: {part.data.shape for part in state[name].addressable_shards} for name in state}
-    return {name: found.pop() for name, found in shapes.items() if len(found) == 1}
+    assert all(len(found) == 1 for found in shapes.values())
+    return {name: found.pop() for name, found in shapes.items()}
 
 
 @pytest.mark.parametrize(
-    ("network", "stages", "data", "schedule", "optimizer"),
+    ("network", "stages", "schedule", "optimizer", "layout"),
     [
-        ("gpt", 2, 2, "zero_bubble", CLIPPED),  # embedding and last layer are one parameter
-        ("mixer", 4, 2, "gpipe", ow.Muon(0.02)),
-        ("recurrent", 2, 4, "1f1b", ow.Adam(0.01, rules=[ow.EMA(0.5)])),
+        ("gpt", 2, "zero_bubble", CLIPPED, BOTH),  # embedding and last layer are one parameter
+        ("gpt", 2, "1f1b", ow.SGD(0.01), ({"data": 2, "copies": 2}, {"*": "data"})),
+        ("mixer", 4, "gpipe", ow.Muon(0.02), FSDP),
+        ("mixer", 2, "gpipe", ow.Adam(0.01, rules=[ow.EMA(0.5)]), MODEL),
+        ("recurrent", 2, "1f1b", ow.Momentum(0.1), ({"data": 4}, {"*": "data"})),
     ],
 )
 def test_twenty_steps_are_those_of_one_device(
-    network: str, stages: int, data: int, schedule: str, optimizer: Any
+    network: str, stages: int, schedule: str, optimizer: Any, layout: Any
 ):
     function, params, x = NETWORKS[network]
     x = np.concatenate([x, x])
     with jax.enable_x64(True):
         program = optimizer.minimize(function, params, x, has_aux=True)
         state, out = trained(ow.compile(program), params, x, 20)
-        cut = ow.pipeline(program, stages, 4, schedule, data=data, sharded=True)
-        piped, seen = trained(ow.compile(cut, options=QUICK), params, x, 20)
+        mesh, where = layout
+        batch = ("data", "copies") if "copies" in mesh else None
+        parted = ow.partition(program, mesh, where, batch)
+        step = ow.compile(ow.pipeline(parted, stages, 4, schedule), options=QUICK)
+        piped, seen = trained(step, params, x, 20)
         for name in state:
             np.testing.assert_allclose(piped[name], state[name], rtol=0, atol=1e-9, err_msg=name)
         np.testing.assert_allclose(seen.loss, out.loss, rtol=0, atol=1e-9)
-        held = parts_of(piped)
-        assert held.keys() == set(state)
-        for v in program.state:
-            dividing = [i for i, n in enumerate(v.shape) if n % data == 0]
-            axis = max(dividing, key=lambda i: (v.shape[i], -i), default=None)
-            wanted = [n // data if i == axis else n for i, n in enumerate(v.shape)]
-            assert held[v.name] == tuple(wanted), v
+        alone = ow.compile(parted, options=QUICK).init(params)
+        assert held(piped) == held(alone)  # each device has what it would have in that mesh alone
+        assert held(piped) != held(state)
 
 
 def odd(params: Any, x: Any) -> Any:
     return mlp(params["layers"], x * params["scale"] + jnp.mean(params["three"]))
 
 
-def test_a_part_gathers_each_parameter_once_and_what_data_does_not_divide_is_whole():
+def test_a_part_gathers_each_parameter_once_and_what_no_axis_divides_is_whole():
     params = {"layers": MLP, "scale": np.ones((), "float32"), "three": np.ones(3, "float32")}
     program = ow.Momentum(0.1).minimize(odd, params, X)
-    cut = ow.pipeline(program, 3, 3, data=2, sharded=True)
-    told = str(cut)
-    assert "each keeps a share of its parameters, gradients and other state" in told
-    assert "16 B of parameters are whole on each of them: 2 divides no dimension of these" in told
-    assert "divides no dimension" not in str(ow.pipeline(program, 3, 3, data=2))
+    cut = ow.pipeline(ow.partition(program, *FSDP), 3, 3)
+    assert "each stage has 2 devices (data 2): each keeps 55 % of its state, and a share" in str(cut)
+    assert "(data 2): each keeps all of its state, and a share" in str(ow.pipeline(program, 3, 3, data=2))
+    whole = ow.pipeline(ow.partition(program, {"model": 2}, {}), 3, 3)
+    assert str(whole).split("\n")[5].endswith("(model 2): each keeps all of its state")
     step = ow.compile(cut)
     for stage in range(3):
         text = step.stages.parts[stage, "F"].call.as_text()
@@ -74,49 +81,82 @@ def test_a_part_gathers_each_parameter_once_and_what_data_does_not_divide_is_who
     np.testing.assert_allclose(out.loss, seen.loss, rtol=1e-6)
     for name in state:
         np.testing.assert_allclose(state[name], wanted[name], rtol=1e-5, atol=1e-6, err_msg=name)
-    held = parts_of(state)
-    assert (held["layers/1"], held["layers/1/velocity"]) == ((2, WIDE), (2, WIDE))
-    assert (held["scale"], held["three"], held["three/velocity"]) == ((), (3,), (3,))
+    parts = held(state)
+    assert (parts["layers/1"], parts["layers/1/velocity"]) == ((2, WIDE), (2, WIDE))
+    assert (parts["scale"], parts["three"], parts["three/velocity"]) == ((), (3,), (3,))
 
 
 def test_parameters_in_a_low_precision_are_kept_in_parts_too():
-    program = ow.mixed_precision(ow.SGD(0.1).minimize(mlp, MLP, X))
-    cut = ow.pipeline(program, 3, 3, data=2, sharded=True)
+    program = ow.mixed_precision(ow.partition(ow.SGD(0.1).minimize(mlp, MLP, X), *FSDP))
+    cut = ow.pipeline(program, 3, 3)
     step = ow.compile(cut, options=QUICK)
-    casts = [v for part in cut.once.values() for v in part.outputs if v.shape == (WIDE, WIDE)]
+    casts = {v: s for s, part in cut.once.items() for v in part.outputs if v.shape == (WIDE, WIDE)}
     assert [v.dtype for v in casts] == [jnp.bfloat16] * 2  # the first is read where it is made
-    for stage, part in cut.once.items():
-        for v in set(part.outputs) & {*casts}:
-            assert step.stages.lies(v, stage).shard_shape(v.shape) == (2, WIDE)
-    plain = ow.compile(ow.accumulate(program, 3), options=QUICK)
+    assert {step.stages.lies(v, s).shard_shape(v.shape) for v, s in casts.items()} == {(2, WIDE)}
+    plain = ow.compile(ow.accumulate(ow.mixed_precision(ow.SGD(0.1).minimize(mlp, MLP, X)), 3))
     state, wanted = trained(step, MLP, X, 3)[0], trained(plain, MLP, X, 3)[0]
     for name in state:
         np.testing.assert_allclose(state[name], wanted[name], rtol=0.02, atol=1e-3, err_msg=name)
 
 
+@pytest.mark.parametrize("is_rolled_first", [True, False])
+def test_layers_of_a_rolled_stage_are_gathered_one_by_one(is_rolled_first: bool):
+    layers = [normal(WIDE, WIDE) for _ in range(24)]
+    program = ow.SGD(0.1).minimize(mlp, layers, X)
+    if is_rolled_first:
+        cut = ow.pipeline(ow.partition(ow.roll(program), *FSDP), 2, 3)
+    else:
+        cut = ow.pipeline(ow.roll(ow.partition(program, *FSDP)), 2, 3)
+    step = ow.compile(cut)
+    (stack,) = cut.once[0].outputs
+    assert stack.shape == (12, WIDE, WIDE)
+    assert step.stages.lies(stack, 0).shard_shape(stack.shape) == (12, 2, WIDE)
+    text = step.stages.parts[0, "F"].call.as_text()
+    assert re.findall(r" = f32\[([\d,]+)\]\S* all-gather(?:-start)?\(", text) == [f"{WIDE},{WIDE}"]
+    (state, out), plain = trained(step, layers, X, 3), ow.compile(program)
+    wanted, seen = trained(plain, layers, X, 3)
+    np.testing.assert_allclose(out.loss, seen.loss, rtol=1e-5)
+    for name in state:
+        np.testing.assert_allclose(state[name], wanted[name], rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+def test_constraints_on_activations_and_gradients_stay():
+    program = ow.SGD(0.1).minimize(mlp, MLP, X)
+    where = {"params/0": P(None, "model"), "layer_0/tanh": P(None, "model"), "grad(params/2)": P("model")}
+    cut = ow.pipeline(ow.partition(program, {"model": 2}, where), 2, 3)
+    split = {(s, w.value) for (s, w), p in cut.parts.items() if any("split(" in v for v in p.variables)}
+    assert split == {(0, "F"), (0, "B"), (1, "B")}
+    plain = ow.compile(program)
+    state, wanted = trained(ow.compile(cut), MLP, X, 3)[0], trained(plain, MLP, X, 3)[0]
+    for name in state:
+        np.testing.assert_allclose(state[name], wanted[name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
 def test_a_checkpoint_of_any_layout_is_restored_in_parts():
     program = ow.Momentum(0.1).minimize(mlp, MLP, X)
     plain = ow.compile(ow.pipeline(program, 2, 3), options=QUICK)
-    shared = ow.compile(ow.pipeline(program, 2, 3, data=2, sharded=True), options=QUICK)
+    shared = ow.compile(ow.pipeline(ow.partition(program, *FSDP), 2, 3), options=QUICK)
     state, _ = trained(shared, MLP, X, 2)
     with ow.Checkpoints(tempfile.mkdtemp()) as checkpoints:
         path = checkpoints.save(state, 2)
     for restored in (plain.restore(path), shared.restore(path)):
         assert all(np.array_equal(restored[name], state[name]) for name in state)
-    assert parts_of(restored)["params/2/velocity"] == (2, WIDE)
+    assert held(restored)["params/2/velocity"] == (2, WIDE)
     moved, _ = shared(plain.restore(path), X)  # a State of other devices is taken over
     state, _ = shared(state, X)
     assert all(np.array_equal(moved[name], state[name]) for name in state)
-    assert parts_of(moved) == parts_of(state)
+    assert held(moved) == held(state)
 
 
-def test_sharing_with_nobody_is_refused():
+def test_meshes_that_no_stage_can_have_are_refused():
     program = ow.SGD(0.1).minimize(mlp, MLP, X)
-    with pytest.raises(ow.ArgumentError, match="each stage has one device. Say with how many.*data=2"):
-        ow.pipeline(program, 2, 3, sharded=True)
-    with pytest.raises(ow.ArgumentError, match="sharded is 'yes'; expected True or False"):
-        ow.pipeline(program, 2, 3, data=2, sharded="yes")  # type: ignore[arg-type]
-    deep = [normal(WIDE, WIDE) for _ in range(12)]
-    rolled = ow.roll(ow.SGD(0.1).minimize(mlp, deep, X))
-    with pytest.raises(ow.ArgumentError, match="keep their parameters stacked and whole.*Leave roll out"):
-        ow.pipeline(rolled, 2, 3, data=2, sharded=True)
+    with pytest.raises(ow.ArgumentError, match="data=2, and 'mlp' is partitioned over data 2, which says"):
+        ow.pipeline(ow.partition(program, *FSDP), 2, 3, data=2)
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    with pytest.raises(ow.ArgumentError, match=r"each stage has its own. Give .* lengths .*{'data': 2}"):
+        ow.pipeline(ow.partition(program, mesh, {"*": "data"}), 2, 3)
+    wide = ow.partition(program, {"data": 4, "model": 3}, {})
+    with pytest.raises(ow.ArgumentError, match=r"2 rows, which data=4 does not divide\. Feed 24 rows"):
+        ow.pipeline(wide, 2, 6)
+    with pytest.raises(ow.ArgumentError, match="2 stages, each on 12 devices of its own, and JAX shows 8"):
+        ow.compile(ow.pipeline(wide, 2, 3))

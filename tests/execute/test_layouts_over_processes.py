@@ -47,8 +47,8 @@ for name, layout, parts in (
     ("stages", ow.pipeline(program, 2, micro_batches=4, schedule="zero_bubble"), True),
     ("stages of 3", ow.pipeline(program, 2, micro_batches=4, data=3), True),
     ("in all stages", ow.pipeline(program, 3, micro_batches=4, schedule="gpipe", data=2), True),
-    ("in parts", ow.pipeline(program, 2, micro_batches=4, data=3, sharded=True), True),
-    ("in parts everywhere", ow.pipeline(program, 3, micro_batches=4, data=2, sharded=True), True),
+    ("fsdp in stages", ow.pipeline(ow.partition(program, {"data": 3}, {"*": "data"}), 2, 4), True),
+    ("model in stages", ow.pipeline(ow.partition(program, {"model": 2}, {"*": "model"}), 3, 4), True),
     ("fsdp", ow.partition(program, {"data": 6}, {"*": "data"}), True),
     ("model first", ow.partition(program, {"model": 2, "data": 3}, {"w0": P(None, "model")}), False),
 ):

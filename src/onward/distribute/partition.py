@@ -131,12 +131,6 @@ def constrained(program: Program, mesh: Mapping[str, int], specs: _Specs, must: 
     return replace(result, gradients=pairs)
 
 
-def without_partition(recipe: Recipe) -> Recipe:
-    """The recipe for one device, with the constraints on activations and gradients that a person asked for."""
-    steps = recipe.without(partitioned).steps
-    return replace(recipe, steps=tuple(s for s in steps if s.function is not constrained or s.arguments[-1]))
-
-
 class _Found:
     """A search for what the entries of a table meet, in the order of the table.
 

@@ -54,7 +54,7 @@ class PipelineRun:
         program = pipeline.statistics
         if not program.outputs:
             return {}
-        data = [self._put(fed[v.name], self.stages.whole[0]) for v in program.inputs]
+        data = [self._put(fed[v.name], self.stages.lies(v, 0)) for v in program.inputs]
         found = dict(zip(program.outputs, self.stages.statistics((), [], data), strict=True))
         read = {part.name: found[v] for part, v in pipeline.loop.before.items() if v in found}
         return {**{v.name: x for v, x in found.items()}, **read}

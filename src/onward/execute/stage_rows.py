@@ -142,7 +142,9 @@ def _exchange(both: NamedSharding, like: Any) -> Callable[[Any], Any]:
     # What the second row gives is not read: it has the right type, and stays for the next call.
     part = both.shard_shape(shape)
     unread = jnp.broadcast_to(jnp.zeros((), dtype) if impl is None else jax.random.key(0, impl=impl), part)
-    there = {device: jax.device_put(unread, device) for device in both.mesh.devices[1].flat if _is_mine(device)}
+    there = {
+        device: jax.device_put(unread, device) for device in both.mesh.devices[1].flat if _is_mine(device)
+    }
 
     def exchange(value: Any) -> Any:
         here = {shard.device: shard.data for shard in value.addressable_shards}

@@ -109,8 +109,7 @@ class DeviceLayout:
     @property
     def runs(self) -> bool:
         """Whether its ``code`` makes a step; else it is foretold only, and the code says why."""
-        c = self.choice
-        return c.stages == 1 or (c.fsdp * c.tensor == 1 and not self.in_loop)
+        return self.choice.stages == 1 or not self.in_loop
 
     @property
     def code(self) -> str:

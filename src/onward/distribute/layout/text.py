@@ -23,7 +23,7 @@ assumed of {name} ({source}):
   micro-batch; data sums gradients once. Stages run by 1F1B. Products seldom reach the peak, and kernels such
   as flash attention move less: the seconds rank layouts and promise nothing."""
 
-_FORETOLD = "* is foretold, and pipeline does not make it yet: its code says why, and its runs is False"
+_FORETOLD = "* is foretold: pipeline cuts between layers, and here they are a loop. Its runs is False"
 
 
 def table(layouts: Any) -> str:
@@ -139,7 +139,7 @@ def code(one: Any) -> str:
         table_ = f"{{\n{where}\n}}" if where else "{}"
         lines.append(f"program = ow.partition(program, {{{axes}}}, {table_}{batch})".replace("'", '"'))
     if c.stages > 1:
-        data = f", data={c.data}" if c.data > 1 else ""
+        data = f", data={c.data}" if c.data > 1 and c.fsdp * c.tensor == 1 else ""
         lines.append(
             f"program = ow.pipeline(program, stages={c.stages}, micro_batches={c.micro_batches}, "
             f'schedule="1f1b"{data})'
@@ -150,8 +150,6 @@ def code(one: Any) -> str:
 def _not_yet(one: Any) -> Iterator[str]:
     """Remarks on what of a layout with stages ``pipeline`` does not do."""
     c = one.choice
-    if c.stages > 1 and c.fsdp * c.tensor > 1:
-        yield "# Foretold, and not yet made: pipeline shares the examples in a stage (data), no parameters."
     if c.stages > 1 and c.data > 1:
         yield "# Foretold with gradients summed once a step; pipeline sums them with each micro-batch."
     if c.stages > 1 and one.in_loop:

@@ -22,7 +22,14 @@ from onward.develop.accumulation.micro_batches import LoopPlan, LoopResult
 from onward.distribute.pipeline.once import ONCE, Place, Work, with_once
 from onward.distribute.pipeline.parts import apart, parts_of
 from onward.distribute.pipeline.schedule import PipelineSchedule, StageWork
-from onward.distribute.pipeline.stage_specs import Specs, batch_axes, data_specs, state_specs, without_axes
+from onward.distribute.pipeline.stage_specs import (
+    Specs,
+    batch_axes,
+    data_specs,
+    stack_specs,
+    state_specs,
+    without_axes,
+)
 from onward.distribute.pipeline.stages import Stages, stages_by_name, stages_of
 from onward.distribute.pipeline.updates import UpdatePlacing
 
@@ -95,7 +102,8 @@ class Pipeline:
         """How each value is split over the devices of a stage; what is whole on all is not among them."""
         if self.partition is None:
             return {}
-        return {**self.state_specs, **data_specs(self.partition, self.accumulated, self.loop)}
+        stacks = stack_specs(self.state_specs, self.once.values())
+        return {**self.state_specs, **stacks, **data_specs(self.partition, self.accumulated, self.loop)}
 
     @cached_property
     def gathered(self) -> Specs:

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 from onward.core.check import expect_program
 from onward.core.errors import ArgumentError, GraphError
 from onward.core.marks import ACCUMULATE
+from onward.core.partitioned import partitioned
 from onward.core.placement import expect_no_axis
 from onward.core.program import Partition, Phase, Program, Recipe
 from onward.core.recipe import build, recipe_of, whole_types
@@ -22,7 +23,6 @@ from onward.core.structure import expect_count
 from onward.core.walk import Where
 from onward.core.words import Pass
 from onward.develop.accumulation.accumulate import accumulate
-from onward.distribute.partition import without_partition
 from onward.distribute.pipeline.cut import Pipeline, cut, homes_of, loop_of
 from onward.distribute.pipeline.rolled import is_rolled, rolled_within, without_loops
 from onward.distribute.pipeline.schedule import schedule_of
@@ -78,13 +78,15 @@ def pipeline(
         whole: data that every micro-batch gets whole, as in ``accumulate``.
         is_sum: the loss is a sum over examples, as in ``accumulate``; as the graph tells unless given.
         data: how many devices each stage has. They share the examples of a micro-batch; each has all of the
-            stage's parameters, and JAX's partitioner sums their gradients.
+            stage's parameters, and JAX's partitioner sums their gradients. To split parameters too, partition
+            the Program: its mesh is that of each stage.
 
     Raises:
         ArgumentError: an unknown schedule; more stages than the forward pass can be cut into; micro-batches
-            that do not divide the batch, or fewer than 2; more devices a stage than divide a micro-batch.
+            that do not divide the batch, or fewer than 2; more devices a stage than divide a micro-batch; a
+            Program over a mesh that has devices, or with ``data`` beside a mesh.
         GraphError: no update; a stage without parameters; statistics of a batch that are carried on (batch
-            norm); a Program that is replicated, accumulated, partitioned, watched, guarded or offloaded.
+            norm); a Program that is replicated, accumulated, watched, guarded or offloaded.
         UnknownNameError: no op stands in a scope of ``at``.
         RecipeError: the Program was not traced, or its ops were changed by hand.
 
@@ -148,13 +150,8 @@ def _apart(program: Program, data: int) -> tuple[Program, Partition | None]:
             f"pipeline: {program.name!r} is partitioned over a mesh with devices, and each stage has its "
             f"own. Give partition the lengths of the axes, {dict(how.mesh)}."
         )
-    if is_rolled(program):
-        raise GraphError(
-            f"pipeline: {program.name!r} is partitioned, and its stages are loops, which keep their "
-            "parameters stacked and whole during a step. Leave roll out."
-        )
     recipe = recipe_of(program, "at the size of a micro-batch", "Compile it without stages")
-    return build(without_partition(recipe), whole_types(program)), how
+    return build(recipe.without(partitioned), whole_types(program)), how
 
 
 def _scopes(at: Iterable[str]) -> Sequence[str]:

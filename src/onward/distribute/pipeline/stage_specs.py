@@ -45,6 +45,18 @@ def _in_shape_of(program: Program, loop: LoopPlan, once: Iterable[Program]) -> M
     return {v: p for v, p in of.items() if v.shape == p.shape}
 
 
+def stack_specs(specs: Specs, once: Iterable[Program]) -> Specs:
+    """How the parameters of repeated layers are split that a stage stacks once a step: each as on its own."""
+    found = {}
+    for op in (op for part in once for op in part.ops):
+        kinds = {(v.shape, specs.get(v)) for v in op.inputs}
+        if len(kinds) == len(op.outputs) == 1:
+            ((shape, spec),), (stack,) = kinds, op.outputs
+            if spec is not None and stack.shape == (len(op.inputs), *shape):
+                found[stack] = PartitionSpec(None, *spec)
+    return found
+
+
 def data_specs(how: Partition, program: Program, loop: LoopPlan) -> Specs:
     """How data is split, and what has an axis of examples along it."""
     told = {v: how.specs[v.name] for v in (*program.inputs, *loop.turn.inputs) if v.name in how.specs}
@@ -52,7 +64,7 @@ def data_specs(how: Partition, program: Program, loop: LoopPlan) -> Specs:
     split = prod(how.mesh[axis] for axis in axes)
     ops = zip(loop.whole.loop, loop.part.loop, strict=False)
     pairs = [(v, p) for op, part in ops for v, p in zip(op.outputs, part.outputs, strict=False)]
-    rows = {}
+    rows: dict[Variable, int] = {}
     for v, p in pairs:
         grown = [i for i, (n, m) in enumerate(zip(v.shape, p.shape, strict=False)) if n != m]
         rows |= {p: grown[0]} if grown else {}
