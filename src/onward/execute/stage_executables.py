@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from onward.core.lower import lower
 from onward.core.program import Program, Variable
@@ -68,6 +68,7 @@ class StageExecutables:
         self._options = dict(all_options(options))
         self.rows = StageRows(pipeline)
         self.whole = self.rows.whole
+        self._kept: dict[Variable, Any] = {}  # how values lie that a compiled part left as it found best
         self.home = {v.name: self.lies(v, pipeline.homes[v]) for v in self.program.state}
         loop = pipeline.loop
         self.split = [v for v in loop.turn.inputs if v.name in loop.how.split]
@@ -95,6 +96,8 @@ class StageExecutables:
     def lies(self, v: Variable, stage: int) -> StagePlace:
         """How a value lies in a stage, whose devices may share it out."""
         found, spec = self.whole[stage], self.pipeline.specs.get(v)
+        if v in self._kept:
+            return self._kept[v]
         return found if spec is None else NamedSharding(found.mesh, spec)
 
     def readers(self, v: Variable) -> Sequence[int]:
@@ -117,7 +120,10 @@ class StageExecutables:
         def placed(kind: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=kind.sharding or whole)
 
-        return self.rows.compiled(jitted, stage, jax.tree.map(placed, types), laid, self._options)
+        call, self._results = self.rows.compiled(
+            jitted, stage, jax.tree.map(placed, types), laid, self._options
+        )
+        return call
 
     def _part(self, place: Place, program: Program) -> StagePart:
         loop, (stage, _) = self.pipeline.loop, place
@@ -125,6 +131,7 @@ class StageExecutables:
         sums = tuple(i for i, r in enumerate(loop.sums) if r.part in wanted)
         pieces = tuple(i for i, r in enumerate(loop.joined) if r.part in wanted)
         sends = tuple(v for v in program.outputs if v in self.pipeline.readers)
+        free = {v: self.lies(v, stage) for v in sends if self._is_free(v, stage)}
         run = lower(program, program.outputs, at_once=True)
 
         def call(totals: Any, state: Any, inputs: Any, scale: Any) -> Any:
@@ -134,15 +141,16 @@ class StageExecutables:
             added = [scaled(loop, loop.sums[i], found[loop.sums[i].part], scale) for i in sums]
             grown = [total + x.astype(total.dtype) for total, x in zip(totals, added, strict=True)]
             given = [scaled(loop, loop.joined[i], found[loop.joined[i].part], scale) for i in pieces]
-            return grown, given, [found[v] for v in sends]
+            return grown, given, [self._freed(found[v], free[v]) if v in free else found[v] for v in sends]
 
         types = [[self.typed(v, stage) for v in group] for group in (program.state, program.inputs)]
         call.__name__ = program.name if program.name.isidentifier() else "stage"
         totals = [self.sum_type(loop.sums[i], stage) for i in sums]
         joined = [loop.joined[i].part for i in pieces]
-        lain = ([self.lies(v, stage) for v in group] for group in (joined, sends))
-        outs = ([x.sharding for x in totals], *lain)
+        lain = [self.lies(v, stage) for v in joined]
+        outs = [x.sharding for x in totals], lain, [None if v in free else self.lies(v, stage) for v in sends]
         made = self.compiled(call, stage, totals, *types, self.scale, outs=outs)
+        self._kept |= {v: x for v, x in zip(sends, self._results[2], strict=True) if v in free}
         return StagePart(stage, program, made, sums, pieces, sends)
 
     def _gathered(self, variables: Sequence[Variable], values: Sequence[Any], stage: int) -> list[Any]:
@@ -152,6 +160,17 @@ class StageExecutables:
             jax.lax.with_sharding_constraint(x, NamedSharding(whole.mesh, read[v])) if v in read else x
             for v, x in zip(variables, values, strict=True)
         ]
+
+    def _is_free(self, v: Variable, stage: int) -> bool:
+        """Whether a value stays in a stage whose devices may share out more of it than its examples."""
+        return self.pipeline.splits_more and self.readers(v) == [stage] and v.ndim > 0
+
+    @staticmethod
+    def _freed(value: Any, place: NamedSharding) -> Any:
+        """A value whose other dimensions are split as the partitioner finds best."""
+        free = PartitionSpec.UNCONSTRAINED
+        spec = PartitionSpec(*(axes or free for axes in (*place.spec, *[None] * value.ndim)[: value.ndim]))
+        return jax.lax.with_sharding_constraint(value, NamedSharding(place.mesh, spec))
 
     def sum_type(self, result: LoopResult, stage: int) -> jax.ShapeDtypeStruct:
         """The type of a sum over micro-batches as it lies in a stage."""

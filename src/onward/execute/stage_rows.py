@@ -88,17 +88,22 @@ class StageRows:
         return next(i for i, found in enumerate(has) if found)
 
     def compiled(self, jitted: Any, stage: int, types: Sequence[Any], laid: Any, options: Any) -> Any:
-        """A function compiled for the devices of a stage; in a process without any, one that is left out."""
+        """A function compiled for the devices of a stage, and how its results lie.
+
+        In a process without any of them it is left out.
+        """
         lowered = jitted.lower(*types)
         place = self.whole[stage]
         if not self.is_shared or place.addressable_devices:
             compiled = lowered.compile(options)
-            return compiled if not self.is_shared or place.is_fully_addressable else _in_order(compiled)
+            is_alone = not self.is_shared or place.is_fully_addressable
+            return compiled if is_alone else _in_order(compiled), compiled.output_shardings
 
         def absent(sharding: Sharding, outs: Any) -> Any:
             return jax.tree.map(lambda x: _array(x.shape, x.dtype, sharding, []), outs)
 
-        return lambda *_: jax.tree.map(absent, laid, lowered.out_info)
+        laid = jax.tree.map(lambda x: place if x is None else x, laid, is_leaf=lambda x: x is None)
+        return lambda *_: jax.tree.map(absent, laid, lowered.out_info), laid
 
     def _joined(self, value: Any) -> Any:
         """A value that the devices of a stage may have shared out, whole on each of them."""
