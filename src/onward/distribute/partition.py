@@ -38,7 +38,7 @@ _KIND = "sharding_constraint"  # the primitive that stands behind what is split
 def partition(
     program: Program,
     mesh: Mapping[str, int] | Mesh | AbstractMesh,
-    where: Mapping[Where, Split],
+    where: Mapping[Where, Split] | Mapping[str, Split],
     batch: str | tuple[str, ...] | None = None,
 ) -> Program:
     """The Program for a mesh of devices, with its arrays split over the axes of the mesh.
@@ -146,7 +146,7 @@ class _Found:
         self._activations: dict[str, PartitionSpec] = {}
         self._gradients: dict[str, PartitionSpec] = {}
 
-    def search(self, where: Mapping[Where, Split], forward: Program) -> None:
+    def search(self, where: Mapping[Any, Split], forward: Program) -> None:
         """Find what each entry meets first: parameters, what else is given, activations, gradients."""
         others = [v for v in (*self.program.inputs, *self.program.state) if v not in self.program.parameters]
         computed = [v for op in forward.ops for v in op.outputs]

@@ -113,6 +113,10 @@ class StageExecutables:
 
         All devices have all of what no ``outs`` or type lays out.
         """
+        return self._lying(run, stage, types, outs)[0]
+
+    def _lying(self, run: Any, stage: int, types: Sequence[Any], outs: Any) -> tuple[Any, Any]:
+        """A compiled function, and how its results lie, which it decides where ``outs`` is None."""
         whole = sharding_of(self.whole[stage])
         laid = jax.tree.map(sharding_of, outs or whole)
         jitted = jax.jit(run, donate_argnums=(0,) if types else (), out_shardings=laid)
@@ -120,10 +124,10 @@ class StageExecutables:
         def placed(kind: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=kind.sharding or whole)
 
-        call, self._results = self.rows.compiled(
+        found: tuple[Any, Any] = self.rows.compiled(
             jitted, stage, jax.tree.map(placed, types), laid, self._options
         )
-        return call
+        return found
 
     def _part(self, place: Place, program: Program) -> StagePart:
         loop, (stage, _) = self.pipeline.loop, place
@@ -149,8 +153,8 @@ class StageExecutables:
         joined = [loop.joined[i].part for i in pieces]
         lain = [self.lies(v, stage) for v in joined]
         outs = [x.sharding for x in totals], lain, [None if v in free else self.lies(v, stage) for v in sends]
-        made = self.compiled(call, stage, totals, *types, self.scale, outs=outs)
-        self._kept |= {v: x for v, x in zip(sends, self._results[2], strict=True) if v in free}
+        made, (*_, lie) = self._lying(call, stage, (totals, *types, self.scale), outs)
+        self._kept |= {v: x for v, x in zip(sends, lie, strict=True) if v in free}
         return StagePart(stage, program, made, sums, pieces, sends)
 
     def _gathered(self, variables: Sequence[Variable], values: Sequence[Any], stage: int) -> list[Any]:

@@ -18,7 +18,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from onward.core.errors import ArgumentError
-from onward.core.meshes import axes_of
 from onward.core.variable import holds_keys
 from onward.distribute.pipeline.cut import Pipeline
 from onward.execute.processes import STAGE, first_devices, lies_in_a_stage
@@ -64,7 +63,8 @@ class StageRows:
         here, there = value.sharding.mesh.devices.flat, place.mesh.devices.flat
         if value.sharding == place:
             return value
-        assert axes_of(value.sharding.spec) == axes_of(place.spec), "a value is split alike in all stages"
+        alike = NamedSharding(place.mesh, value.sharding.spec).is_equivalent_to(place, value.ndim)
+        assert alike, "a value is split alike in all stages"
         if all(a.process_index == b.process_index for a, b in zip(here, there, strict=True)):
             return self._copied(value, place)
         return self._exchanged(value, place)
