@@ -34,7 +34,7 @@ def held(state: Any) -> dict[str, tuple[int, ...]]:
         ("gpt", 2, "1f1b", ow.SGD(0.01), ({"data": 2, "copies": 2}, {"*": "data"})),
         ("mixer", 4, "gpipe", ow.Muon(0.02), FSDP),
         ("mixer", 2, "gpipe", ow.Adam(0.01, rules=[ow.EMA(0.5)]), MODEL),
-        ("recurrent", 2, "1f1b", ow.Momentum(0.1), ({"data": 4}, {"*": "data"})),
+        ("recurrent", 2, "1f1b", ow.Momentum(0.1), ({"data": 4}, {"params/0/velocity": None, "*": "data"})),
     ],
 )
 def test_twenty_steps_are_those_of_one_device(
@@ -146,6 +146,16 @@ def test_layers_of_a_rolled_stage_are_gathered_one_by_one(is_rolled_first: bool)
     np.testing.assert_allclose(out.loss, seen.loss, rtol=1e-5)
     for name in state:
         np.testing.assert_allclose(state[name], wanted[name], rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+def test_what_time_steps_read_is_gathered_before_the_first():
+    function, params, x = NETWORKS["recurrent"]
+    program = ow.SGD(0.1).minimize(function, params, x, has_aux=True)
+    step = ow.compile(ow.pipeline(ow.partition(program, *FSDP), 2, 4))
+    for part in step.stages.parts.values():
+        computations = re.split(r"\n(?=\S)", part.call.as_text())
+        gathering = [text for text in computations if re.search(r" all-gather(-start)?\(", text)]
+        assert [text.split()[0] for text in gathering] == ["ENTRY"]
 
 
 def test_constraints_on_activations_and_gradients_stay():

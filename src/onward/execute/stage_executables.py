@@ -167,7 +167,7 @@ class StageExecutables:
 
     def _is_free(self, v: Variable, stage: int) -> bool:
         """Whether a value stays in a stage whose devices may share out more of it than its examples."""
-        return self.pipeline.splits_more and self.readers(v) == [stage] and v.ndim > 0
+        return self.pipeline.partition is not None and self.readers(v) == [stage] and v.ndim > 0
 
     @staticmethod
     def _freed(value: Any, place: NamedSharding) -> Any:

@@ -105,12 +105,6 @@ class Pipeline:
         stacks = stack_specs(self.state_specs, self.once.values())
         return {**self.state_specs, **stacks, **data_specs(self.partition, self.accumulated, self.loop)}
 
-    @property
-    def splits_more(self) -> bool:
-        """Whether the devices of a stage share out more than examples."""
-        how = self.partition
-        return how is not None and bool(how.mesh.keys() - batch_axes(how, self.loop))
-
     @cached_property
     def gathered(self) -> Specs:
         """How a micro-batch reads what the axes of its examples split: whole along these, for a moment."""

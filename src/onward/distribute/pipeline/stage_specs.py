@@ -25,6 +25,7 @@ def state_specs(how: Partition, program: Program, loop: LoopPlan, once: Iterable
     """
     state = (*program.state, *loop.turn.state)
     told = {v: how.specs[v.name] for v in state if v.name in how.specs}
+    told = {program.next_state[v]: spec for v, spec in told.items() if v in program.next_state} | told
     alike = _in_shape_of(program, loop, once).items()
     return {v: how.specs[p.name] for v, p in alike if p.name in how.specs} | told
 
