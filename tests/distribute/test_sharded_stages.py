@@ -114,6 +114,32 @@ def test_stages_that_split_their_layers_add_up_and_gather_nothing():
         np.testing.assert_allclose(state[name], wanted[name], rtol=1e-4, atol=1e-6, err_msg=name)
 
 
+def test_collectives_of_stages_have_stage_line_and_how_often():
+    params = [(normal(WIDE, 8), normal(8, WIDE)) for _ in range(4)]
+    program = ow.SGD(0.1, rules=[ow.ClipByGlobalNorm(1.0)]).minimize(two_products, params, X)
+    where = {"*/0": P("data", "model"), "*/1": P("model", "data")}
+    cut = ow.pipeline(ow.partition(program, {"data": 2, "model": 2}, where), 2, 3)
+    found = ow.collectives(cut)
+    told = {(c.kind, c.axes, v.op) for c in found for v in c.values if c.part == "F of stage 0"}
+    read = {("all-gather", ("data",), v.name) for v in cut.parts[0, "F"].state}
+    assert len(read) == 4
+    assert told == read | {("all-reduce", ("model",), "dot_general")}
+    assert {c.times for c in found} == {1, 3}
+    assert {c.part for c in found if c.times == 1} == {"update of stage 0", "update of stage 1"}
+    line = two_products.__code__.co_firstlineno + 2
+    products = {v.line for c in found for v in c.values if v.op in {"dot_general", "dot_general_grad"}}
+    assert [text.rpartition(":")[2] for text in products] == [str(line)]
+    assert found.bytes == sum(c.bytes * (c.times or 0) for c in found)
+    assert "all-gather  64 B  along data  F of stage 0  3 times\n  f32[4,4]  params/0/0" in str(found)
+    assert str(found).startswith("two_products in 2 stages on 4 devices (data 2 x model 2): ")
+    assert str(ow.collectives(ow.compile(cut))) == str(found)
+    with pytest.raises(ow.GraphError, match=r"Expected all-reduce alone(?s:.)*params/0/0"):
+        found.expect("all-reduce")
+    assert len(ow.collectives(ow.pipeline(program, 2, 3))) == 0
+    with pytest.raises(ow.ArgumentError, match=r"takes a Pipeline alone: collectives\(program\)"):
+        ow.collectives(cut, X)
+
+
 def test_parameters_in_a_low_precision_are_kept_in_parts_too():
     program = ow.mixed_precision(ow.partition(ow.SGD(0.1).minimize(mlp, MLP, X), *FSDP))
     cut = ow.pipeline(program, 3, 3)

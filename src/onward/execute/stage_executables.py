@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from onward.core.lower import lower
-from onward.core.program import Program, Variable
+from onward.core.program import Op, Program, Variable
 from onward.develop.accumulation.micro_batches import LoopPlan, LoopResult
 from onward.distribute.pipeline.cut import Pipeline
 from onward.distribute.pipeline.once import Place
@@ -46,6 +46,7 @@ class StageExecutables:
         pipeline: the Programs and their order.
         donate: the names of the state whose buffers a step may reuse.
         options: for the compiler.
+        scopes: for the ops of a part those that its instructions have; their own unless given.
 
     Attributes:
         rows: the devices of the stages.
@@ -63,8 +64,15 @@ class StageExecutables:
         updates: the phases of the update, in order.
     """
 
-    def __init__(self, pipeline: Pipeline, donate: Collection[str], options: Mapping[str, Value]) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        donate: Collection[str],
+        options: Mapping[str, Value],
+        scopes: Callable[[Program], Mapping[Op, str]] | None = None,
+    ) -> None:
         self.pipeline, self.program, self.donate = pipeline, pipeline.accumulated, donate
+        self._scopes = scopes
         self._options = dict(all_options(options))
         self.rows = StageRows(pipeline)
         self.whole = self.rows.whole
@@ -108,6 +116,11 @@ class StageExecutables:
         """The type of a value as it lies in a stage."""
         return jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=sharding_of(self.lies(v, stage)))
 
+    def lowered(self, program: Program) -> Callable[..., list[Any]]:
+        """What a part computes, from state and inputs."""
+        scopes = None if self._scopes is None else self._scopes(program)
+        return lower(program, program.outputs, at_once=True, scopes=scopes)
+
     def compiled(self, run: Any, stage: int, *types: Any, outs: Any = None) -> Any:
         """A function compiled for the devices of a stage, which takes over its first argument.
 
@@ -136,7 +149,7 @@ class StageExecutables:
         pieces = tuple(i for i, r in enumerate(loop.joined) if r.part in wanted)
         sends = tuple(v for v in program.outputs if v in self.pipeline.readers)
         free = {v: self.lies(v, stage) for v in sends if self._is_free(v, stage)}
-        run = lower(program, program.outputs, at_once=True)
+        run = self.lowered(program)
 
         def call(totals: Any, state: Any, inputs: Any, scale: Any) -> Any:
             state = self._gathered(program.state, state, stage)
@@ -182,7 +195,7 @@ class StageExecutables:
         return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=laid)
 
     def _once(self, stage: int, program: Program) -> Any:
-        run = lower(program, program.outputs, at_once=True)
+        run = self.lowered(program)
 
         def call(_: Any, state: Any, inputs: Any) -> Any:
             return run(state, inputs)
@@ -198,6 +211,15 @@ class StageExecutables:
         return self.compiled(
             lambda: [jnp.zeros(kind.shape, kind.dtype) for kind in kinds], part.stage, outs=outs
         )
+
+    def compiled_parts(self) -> Iterator[tuple[str, int, Program, Any]]:
+        """What each stage computes, in words, how often in a step, its Program, and as it is compiled."""
+        for stage, program in self.pipeline.once.items():
+            yield f"once in stage {stage}", 1, program, self.once[stage]
+        for (stage, work), part in self.parts.items():
+            yield f"{work.value} of stage {stage}", self.pipeline.loop.how.steps, part.program, part.call
+        for update in self.updates:
+            yield f"update of stage {update.stage}", 1, update.program, update.call
 
     @cached_property
     def scale(self) -> Any:
@@ -251,7 +273,7 @@ class StageUpdate:
         self.taken = [v for v in self.program.state if self._may_take(stages, v, later, ends)]
         given = (*self.program.state, *self.program.inputs)
         self.lent = [v for v in given if v not in set(self.taken)]
-        run = lower(self.program, self.program.outputs, at_once=True)
+        run = stages.lowered(self.program)
         state = len(self.program.state)
 
         def call(taken: Any, lent: Any) -> Any:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from textwrap import fill
@@ -16,6 +19,9 @@ from onward.core.errors import ArgumentError, GraphError
 from onward.core.program import Op, Program
 from onward.core.show import human_bytes
 from onward.core.structure import describe
+from onward.distribute.pipeline.cut import Pipeline
+from onward.execute.pipelined import PipelineStep
+from onward.execute.stage_executables import StageExecutables
 from onward.execute.step import Step
 from onward.explain.collectives.found import KINDS, CompiledCollective, collectives_in
 from onward.explain.collectives.hlo_text import CompiledText
@@ -88,8 +94,8 @@ class Collectives:
 
 def _lines(c: CompiledCollective) -> Iterator[str]:
     along = f"along {', '.join(c.axes)}" if c.axes else f"{c.devices} devices" if c.devices else ""
-    often = {1: "", None: "in a loop"}.get(c.times, f"{c.times} times, in a loop")
-    yield "  ".join(filter(None, (c.kind, human_bytes(c.bytes), along, often)))
+    often = {1: "", None: "in a loop"}.get(c.times, f"{c.times} times{', in a loop' * (not c.part)}")
+    yield "  ".join(filter(None, (c.kind, human_bytes(c.bytes), along, c.part, often)))
     rows = [("  " + v.type, v.op, v.made_by, v.line) for v in c.values[:_SHOWN]]
     told = columns(rows).split("\n")
     for i, line in enumerate(told):
@@ -100,7 +106,9 @@ def _lines(c: CompiledCollective) -> Iterator[str]:
         yield f"  {len(c.values) - _SHOWN} more"
 
 
-def collectives(step: Program | Step | Callable[..., Any], /, *args: Any, **kwargs: Any) -> Collectives:
+def collectives(
+    step: Program | Step | Pipeline | PipelineStep | Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Collectives:
     """Find the exchanges between devices in a compiled step, each with the op and the line that need it.
 
     The compiled text is read: what XLA put in where arrays are sharded as well as what ``replicate``,
@@ -112,14 +120,15 @@ def collectives(step: Program | Step | Callable[..., Any], /, *args: Any, **kwar
 
     Args:
         step: a Program, compiled as ``compile`` does; a step that ``compile`` returned, with a State and data
-            where they are to lie; a function of someone else, under ``jax.jit`` or ``jax.pmap``; or what
-            ``lower(...).compile()`` of that returned.
+            where they are to lie; a Pipeline, or a step of one, whose stages exchange what their meshes split
+            (what they hand to each other is not among it); a function of someone else, under ``jax.jit`` or
+            ``jax.pmap``; or what ``lower(...).compile()`` of that returned.
         args: what the step is called with: arrays where they lie on devices, or ``jax.ShapeDtypeStruct`` with
             a sharding.
         kwargs: the same by name.
 
     Raises:
-        ArgumentError: none of these; arguments beside a Program.
+        ArgumentError: none of these; arguments beside a Program or Pipeline; a Pipeline in several processes.
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
@@ -128,9 +137,11 @@ def collectives(step: Program | Step | Callable[..., Any], /, *args: Any, **kwar
         >>> [(c.kind, c.axes, sum(v.type == "f32[3]" for v in c.values)) for c in found]
         [('all-reduce', ('replicas',), 1)]
     """
+    if isinstance(step, Program | Pipeline | PipelineStep) and (args or kwargs):
+        raise ArgumentError(f"collectives takes a {type(step).__name__} alone: collectives(program).")
+    if isinstance(step, Pipeline | PipelineStep):
+        return _of_stages(step if isinstance(step, Pipeline) else step.pipeline)
     if isinstance(step, Program):
-        if args or kwargs:
-            raise ArgumentError("collectives takes a Program alone: collectives(program).")
         found = compiled_once(step)
         return _read(step.name, found.text, found.shardings, found.ops)
     marks = Marks()
@@ -138,6 +149,31 @@ def collectives(step: Program | Step | Callable[..., Any], /, *args: Any, **kwar
         text, shardings = step.compiled_text(marks, *args, **kwargs)
         return _read(step.program.name, text, shardings, marks.ops)
     return _of_function(step, args, kwargs)
+
+
+def _of_stages(pipeline: Pipeline) -> Collectives:
+    """The collectives of all parts of all stages, those of a micro-batch as often as there are of these."""
+    if jax.process_count() > 1:
+        raise ArgumentError(
+            "collectives compiles all stages of a pipeline, and this process has some of the devices. Ask "
+            "for them in one process with as many devices; nothing is run there."
+        )
+    marks, found = defaultdict[Program, Marks](Marks), []
+    with _with_lines():
+        stages = StageExecutables(pipeline, (), {}, lambda program: marks[program](program))
+    for part, times, program, compiled in stages.compiled_parts():
+        names = {f"state[{i}]": v.name for i, v in enumerate(program.state)}
+        for c in _read(part, compiled.as_text() or "", _shardings(compiled), marks[program].ops):
+            values = tuple(replace(v, op=names.get(v.op, v.op), why=_named(v.why, names)) for v in c.values)
+            often = None if c.times is None else times * c.times
+            found.append(replace(c, times=often, values=values, part=part))
+    mesh = {} if pipeline.partition is None else dict(pipeline.partition.mesh)
+    return Collectives(f"{pipeline.program.name} in {len(stages.whole)} stages", mesh, _most_first(found))
+
+
+def _named(why: str, names: Mapping[str, str]) -> str:
+    """A reason, with the names of state in place of its numbers."""
+    return re.sub(r"argument (state\[\d+\])", lambda m: names.get(m[1], m[0]), why)
 
 
 def _of_function(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Collectives:
@@ -151,11 +187,18 @@ def _of_function(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Co
 
 def _compiled(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     lower = getattr(step, "lower", None) or jax.jit(step).lower
-    option = "jax_compilation_cache_include_metadata_in_key"  # else lines may be those of an older file
+    with _with_lines():
+        return lower(*args, **kwargs).compile()
+
+
+@contextmanager
+def _with_lines() -> Iterator[None]:
+    """What is compiled within has its own lines, not those of an older file that the cache knows."""
+    option = "jax_compilation_cache_include_metadata_in_key"
     before = getattr(jax.config, option)
     jax.config.update(option, True)
     try:
-        return lower(*args, **kwargs).compile()
+        yield
     finally:
         jax.config.update(option, before)
 
@@ -173,4 +216,8 @@ def _read(name: str, text: str, shardings: Iterable[Any], marks: Mapping[str, Op
     axes = {} if mesh is None else dict(mesh.shape)
     count = 1 if mesh is None else mesh.size
     found = collectives_in(CompiledText.of(text), axes, count, marks)
-    return Collectives(name, axes, tuple(sorted(found, key=lambda c: -c.bytes * (c.times or 1))))
+    return Collectives(name, axes, _most_first(found))
+
+
+def _most_first(found: Iterable[CompiledCollective]) -> tuple[CompiledCollective, ...]:
+    return tuple(sorted(found, key=lambda c: -c.bytes * (c.times or 1)))

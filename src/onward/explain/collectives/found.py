@@ -74,6 +74,7 @@ class CompiledCollective:
         devices: how many exchange with each other; 0 where that is not known.
         times: how often it runs in a step; None in a loop whose length is not known.
         values: what it exchanges.
+        part: of a pipeline, the stage and its work, as ``"F of stage 0"``; else empty.
     """
 
     kind: str
@@ -83,6 +84,7 @@ class CompiledCollective:
     devices: int
     times: int | None
     values: tuple[ExchangedValue, ...]
+    part: str = ""
 
 
 def collectives_in(
@@ -147,7 +149,7 @@ class _Finder:
             array,
             name if op is None else _told(op),
             str(made_by or ""),
-            (str(op.source) if op is not None and op.source is not None else "") or self.text.line_of(told),
+            self.text.line_of(told) if op is None else str(op.source or ""),
             self.why(name, place, source, axes, op),
         )
 
