@@ -66,10 +66,14 @@ def test_a_part_gathers_each_parameter_once_and_what_no_axis_divides_is_whole():
     params = {"layers": MLP, "scale": np.ones((), "float32"), "three": np.ones(3, "float32")}
     program = ow.Momentum(0.1).minimize(odd, params, X)
     cut = ow.pipeline(ow.partition(program, *FSDP), 3, 3)
-    assert "each stage has 2 devices (data 2): each keeps 55 % of its state, and a share" in str(cut)
-    assert "(data 2): each keeps all of its state, and a share" in str(ow.pipeline(program, 3, 3, data=2))
-    whole = ow.pipeline(ow.partition(program, {"model": 2}, {}), 3, 3)
-    assert "each stage has 2 devices (model 2): each keeps all of its state\n" in f"{whole}\n"
+    told = str(cut)
+    assert "each stage has 2 devices (data 2), and bytes are those of one, which keeps 55 % of" in told
+    rows = [re.split(r"  +", line)[:3] for line in told.split("\n")[2:5]]
+    assert rows == [["0", "48 B", "60 B"], ["1", "32 B", "32 B"], ["2", "32 B", "32 B"]]
+    told = str(ow.pipeline(program, 3, 3, data=2))
+    assert re.findall(r"\n1 +(\S+ B) .*which keeps 100 % of the stage's state\n", told, re.S) == ["64 B"]
+    told = str(ow.pipeline(ow.partition(program, {"model": 2}, {}), 3, 3))
+    assert "keeps 100 % of the stage's state; what is held may be split further\n" in told
     step = ow.compile(cut)
     for stage in range(3):
         text = step.stages.parts[stage, "F"].call.as_text()

@@ -132,15 +132,21 @@ class Pipeline:
         return found | {(stage, work): part for (stage, work), part in self.parts.items()}
 
     def kept(self, stage: int) -> int:
-        """The bytes that a stage keeps of a micro-batch from its forward pass on to its backward pass."""
+        """The bytes that each device of a stage keeps of a micro-batch from its forward to its backward pass."""
         made = {v for (_, work), part in self.parts.items() if work is F for v in part.outputs}
         later = [v for work in (B, W) for v in getattr(self.parts.get((stage, work)), "inputs", ())]
-        return sum(size(v) for v in dict.fromkeys(later) if v in made)
+        return sum(self._size(v) for v in dict.fromkeys(later) if v in made)
 
     def sent(self, stage: int) -> int:
-        """The bytes that a stage sends to others for each micro-batch."""
+        """The bytes that each device of a stage sends to others for each micro-batch."""
         made = [v for (of, _), part in self.parts.items() if of == stage for v in part.outputs]
-        return sum(size(v) * len({s for s, _ in self.readers.get(v, ())} - {stage}) for v in made)
+        return sum(self._size(v) * len({s for s, _ in self.readers.get(v, ())} - {stage}) for v in made)
+
+    def _size(self, v: Variable) -> int:
+        """The bytes of a value on each device of a stage."""
+        if self.partition is None:
+            return size(v)
+        return size(v) * part_size(v, self.specs.get(v), self.partition.mesh) // max(v.size, 1)
 
     def _first(self, stage: int) -> Op:
         """The first op of a stage that reads what came before: the batch, or what stages before it send."""
@@ -158,13 +164,13 @@ class Pipeline:
 
     def _row(self, stage: int) -> tuple[str, ...]:
         own = [v for v in self.accumulated.state if self.homes[v] == stage]
-        parameters = sum(size(v) for v in own if v.kind is Kind.PARAMETER)
+        parameters = sum(self._size(v) for v in own if v.kind is Kind.PARAMETER)
         work = sum(cost(part).flops for (of, _), part in self.parts.items() if of == stage)
         first = self._first(stage)
         return (
             str(stage),
             human_bytes(parameters),
-            human_bytes(sum(map(size, own)) - parameters),
+            human_bytes(sum(map(self._size, own)) - parameters),
             f"{100 * work / max(sum(cost(part).flops for part in self.parts.values()), 1):.0f} %",
             str(self.schedule.held[stage]),
             human_bytes(self.kept(stage)),
@@ -176,9 +182,17 @@ class Pipeline:
     def _notes(self) -> list[str]:
         notes = ["what is held and sent is that of one micro-batch; work is counted in operations"]
         if self.partition is not None:
-            notes.append(self._of_devices(self.partition))
+            how, state = self.partition, self.accumulated.state
+            part = sum(map(self._size, state)) / max(sum(map(size, state)), 1)
+            more = "; what is held may be split further" * bool(how.mesh.keys() - batch_axes(how, self.loop))
+            notes.append(
+                f"each stage has {how.count} devices ({how}), and bytes are those of one, which keeps "
+                f"{100 * part:.0f} % of the stage's state{more}"
+            )
         if self.once:
-            made = [f"{human_bytes(sum(map(size, p.outputs)))} in stage {s}" for s, p in self.once.items()]
+            made = [
+                f"{human_bytes(sum(map(self._size, p.outputs)))} in stage {s}" for s, p in self.once.items()
+            ]
             notes.append(f"made of parameters and constants once a step, and kept: {', '.join(made)}")
         for name, stages in self.borrowed.items():
             home, others = self.homes[self.accumulated[name]], " and ".join(map(str, stages))
@@ -190,15 +204,6 @@ class Pipeline:
                 "one loop computes both"
             )
         return notes
-
-    def _of_devices(self, how: Partition) -> str:
-        """A note on what each device of a stage keeps."""
-        state = self.accumulated.state
-        kept = sum(size(v) * part_size(v, self.specs.get(v), how.mesh) // max(v.size, 1) for v in state)
-        whole = sum(map(size, state))
-        part = "all" if kept == whole else f"{100 * kept / whole:.0f} %"
-        shares = ", and a share of what is held and sent" * bool(batch_axes(how, self.loop))
-        return f"each stage has {how.count} devices ({how}): each keeps {part} of its state{shares}"
 
     @property
     def _late(self) -> list[set[StageWork]]:
