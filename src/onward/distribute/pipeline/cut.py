@@ -132,7 +132,7 @@ class Pipeline:
         return found | {(stage, work): part for (stage, work), part in self.parts.items()}
 
     def kept(self, stage: int) -> int:
-        """The bytes that each device of a stage keeps of a micro-batch from its forward to its backward pass."""
+        """The bytes that a device of a stage keeps of a micro-batch from its forward to its backward pass."""
         made = {v for (_, work), part in self.parts.items() if work is F for v in part.outputs}
         later = [v for work in (B, W) for v in getattr(self.parts.get((stage, work)), "inputs", ())]
         return sum(self._size(v) for v in dict.fromkeys(later) if v in made)
