@@ -236,6 +236,10 @@ def test_stages_begin_with_the_scopes_that_are_named(program: Program):
     cut = ow.pipeline(program, 2, 3, at=["layer_1"])
     assert [v.name for v in cut.parts[1, "F"].state] == ["params/1", "params/2"]
     assert ow.plan(cut) is cut
+    assert repr(cut) == "Pipeline('mlp', 2 stages, 1f1b)"
+    assert repr(cut.schedule) == str(cut.schedule)
+    with pytest.raises(ow.ArgumentError, match=r"memory was given Pipeline\('mlp', 2 stages, 1f1b\)"):
+        ow.memory(cut)  # type: ignore[arg-type]
     with pytest.raises(ow.ArgumentError, match="do not begin one after the other"):
         ow.pipeline(program, 3, 3, at=["layer_2", "layer_1"])
     with pytest.raises(ow.ArgumentError, match="3 stages begin with 2 of them"):

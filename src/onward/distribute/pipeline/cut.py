@@ -37,7 +37,7 @@ F, B, W = StageWork
 Homes = Mapping[str, int]  # the stage of each forward activation, by its name
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Pipeline:
     """The Programs of each stage, the order in which they run, and the stage where each value lies.
 
@@ -156,6 +156,9 @@ class Pipeline:
         return next(
             (op for op in part.ops if not {*part.inputs}.isdisjoint({*op.inputs} - keys)), part.ops[0]
         )
+
+    def __repr__(self) -> str:
+        return f"Pipeline({self.program.name!r}, {self.schedule.stages} stages, {self.schedule.name})"
 
     def __str__(self) -> str:
         head = ("stage", "parameters", "other state", "work", "holds", "of", "sends", "begins with")

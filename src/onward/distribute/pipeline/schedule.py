@@ -54,7 +54,7 @@ class Moment(NamedTuple):
     task: StageTask
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PipelineSchedule:
     """For each stage the order of its tasks.
 
@@ -134,6 +134,8 @@ class PipelineSchedule:
         for stage, (held, idle) in enumerate(zip(self.held, self.idle_stages, strict=True)):
             lines.append(f"stage {stage}".ljust(label) + f"{self._row(stage, wide)} {held:>5}  {idle:>4.0%}")
         return "\n".join([head.replace("%", " %"), *(line.replace("%", " %") for line in lines)])
+
+    __repr__ = __str__
 
     def _row(self, stage: int, wide: int) -> str:
         cells = [" " * wide] * self.span
