@@ -56,3 +56,19 @@ def test_a_sum_of_gradients_belongs_where_it_is_read():
     program = ow.SGD(0.1).minimize(loss, jnp.eye(3), jnp.ones((2, 3)))
     (total,) = (op for op in program.ops if op.type == "sum")
     assert scopes(program)[total] == "early"
+
+
+def test_a_loop_of_micro_batches_is_the_home_of_nothing():
+    def loss(params, x):
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2), {"accuracy": jnp.mean(x[:, 0] > 0)}  # divided after the loop
+
+    params, x = [0.9 * jnp.eye(4)] * 24, jnp.arange(32.0).reshape(8, 4)
+    program = ow.Adam(0.1).minimize(loss, params, x, has_aux=True)
+    results = []
+    for given in (program, ow.accumulate(program, 4)):
+        step = ow.compile(given)  # the gradients of its updates are stacked
+        results.append(step(step.init(params), x)[1].value)
+    assert results[0][1]["accuracy"] == results[1][1]["accuracy"] == 7 / 8
+    assert abs(results[0][0] - results[1][0]) < 1e-6

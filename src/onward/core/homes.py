@@ -118,14 +118,14 @@ class _Homes:
         """The home of every op."""
         gradients = list(self.others(Pass.BACKWARD))
         for op in gradients:
-            if op.of is not None and op.of in self.makers:
-                self.homes[op] = self.makers[op.of]
+            if (home := self.maker(op.of)) is not None:
+                self.homes[op] = home
         for op in reversed(gradients):
             if op not in self.homes:
                 self.homes[op] = self.of_reader(op)
         for op in gradients:
             if self.homes[op] is None:
-                self.homes[op] = self.of_flow(op) or self.makers.get(self.program.loss)  # type: ignore[arg-type]
+                self.homes[op] = self.of_flow(op) or self.maker(self.program.loss)
         for op in self.others(Pass.COLLECTIVE, Pass.UPDATE):
             self.homes[op] = self.of_update(op)
         for op in reversed(list(self.others(Pass.COLLECTIVE, Pass.UPDATE))):
@@ -137,6 +137,11 @@ class _Homes:
 
     def others(self, *passes: Pass) -> Iterable[Op]:
         return (op for op in self.program.ops if op.made_by in passes and op not in self.place)
+
+    def maker(self, v: Variable | None) -> Op | None:
+        """The op of the spine that makes a Variable; a loop of micro-batches is none of it."""
+        op = None if v is None else self.makers.get(v)
+        return op if op in self.place else None
 
     def of_reader(self, op: Op) -> Op | None:
         """The home of the first gradient op that reads this one and has a home."""

@@ -73,7 +73,8 @@ class Pipeline:
     def advice(self) -> str:
         """The advice for a call that expects a Program and is given a Pipeline."""
         return (
-            "A Pipeline is many already. Transform the Program first; compile, plan and save_picture take it."
+            "A Pipeline is many already. Transform the Program first; compile, plan, collectives and "
+            "save_picture take it."
         )
 
     @property
