@@ -117,7 +117,7 @@ class StageExecutables:
         return jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=sharding_of(self.lies(v, stage)))
 
     def lowered(self, program: Program) -> Callable[..., list[Any]]:
-        """What a part computes, from state and inputs."""
+        """The function of a part, from state and inputs."""
         scopes = None if self._scopes is None else self._scopes(program)
         return lower(program, program.outputs, at_once=True, scopes=scopes)
 
@@ -213,7 +213,7 @@ class StageExecutables:
         )
 
     def compiled_parts(self) -> Iterator[tuple[str, int, Program, Any]]:
-        """What each stage computes, in words, how often in a step, its Program, and as it is compiled."""
+        """All parts of all stages: in words, how often each runs in a step, its Program, the executable."""
         for stage, program in self.pipeline.once.items():
             yield f"once in stage {stage}", 1, program, self.once[stage]
         for (stage, work), part in self.parts.items():

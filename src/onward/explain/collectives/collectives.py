@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 
 from onward.core.columns import columns
 from onward.core.errors import ArgumentError, GraphError
+from onward.core.primitives.table import of
 from onward.core.program import Op, Program
 from onward.core.show import human_bytes
 from onward.core.structure import describe
@@ -23,7 +24,7 @@ from onward.distribute.pipeline.cut import Pipeline
 from onward.execute.pipelined import PipelineStep
 from onward.execute.stage_executables import StageExecutables
 from onward.execute.step import Step
-from onward.explain.collectives.found import KINDS, CompiledCollective, collectives_in
+from onward.explain.collectives.found import KINDS, CompiledCollective, ExchangedValue, collectives_in
 from onward.explain.collectives.hlo_text import CompiledText
 from onward.explain.compiling.once import Marks, compiled_once
 
@@ -164,16 +165,18 @@ def _of_stages(pipeline: Pipeline) -> Collectives:
     for part, times, program, compiled in stages.compiled_parts():
         names = {f"state[{i}]": v.name for i, v in enumerate(program.state)}
         for c in _read(part, compiled.as_text() or "", _shardings(compiled), marks[program].ops):
-            values = tuple(replace(v, op=names.get(v.op, v.op), why=_named(v.why, names)) for v in c.values)
+            values = tuple(_named(v, names) for v in c.values)
             often = None if c.times is None else times * c.times
             found.append(replace(c, times=often, values=values, part=part))
     mesh = {} if pipeline.partition is None else dict(pipeline.partition.mesh)
     return Collectives(f"{pipeline.program.name} in {len(stages.whole)} stages", mesh, _most_first(found))
 
 
-def _named(why: str, names: Mapping[str, str]) -> str:
-    """A reason, with the names of state in place of its numbers."""
-    return re.sub(r"argument (state\[\d+\])", lambda m: names.get(m[1], m[0]), why)
+def _named(v: ExchangedValue, names: Mapping[str, str]) -> ExchangedValue:
+    """A value with the names of state in place of its numbers; what gathers it is not of the user's lines."""
+    why = re.sub(r"argument (state\[\d+\])", lambda m: names.get(m[1], m[0]), v.why)
+    is_ours = v.op in names or of(v.op).on_mesh
+    return replace(v, op=names.get(v.op, v.op), why=why, line="" if is_ours else v.line)
 
 
 def _of_function(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Collectives:
@@ -193,7 +196,7 @@ def _compiled(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 @contextmanager
 def _with_lines() -> Iterator[None]:
-    """What is compiled within has its own lines, not those of an older file that the cache knows."""
+    """Let what is compiled have its own lines, not those of an older file that the cache knows."""
     option = "jax_compilation_cache_include_metadata_in_key"
     before = getattr(jax.config, option)
     jax.config.update(option, True)
