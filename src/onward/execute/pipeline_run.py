@@ -64,11 +64,20 @@ class PipelineRun:
 
     def _state(self, name: str, stage: int) -> Any:
         """A value of state where a stage reads it; that of another stage is sent once a step."""
-        lies = self.stages.lies(self.stages.program[name], stage)
-        if self.stages.home[name] == lies:
+        stages = self.stages
+        stack, piece = stages.pieces.get(name, (None, stages.program.variables.get(name)))
+        lies = stages.lies(piece, stage)
+        if stack is None and stages.home[name] == lies:
             return self.own[name]
         if (name, stage) not in self._borrowed:
-            self._borrowed[name, stage] = self._put(self.own[name], lies)
+            home = stages.pipeline.home(name)
+            if stack is None:
+                value = self.own[name]
+            elif home == stage:
+                value = stages.rows.piece(self.own[stack.name], piece.shape, lies)
+            else:
+                value = self._state(name, home)
+            self._borrowed[name, stage] = self._put(value, lies)
         return self._borrowed[name, stage]
 
     def _once(self, stage: int, program: Program) -> None:
@@ -121,6 +130,11 @@ class PipelineRun:
             part = self.stages.parts[stage, work]
             self.raw.update((loop.sums[i].whole, x) for i, x in zip(part.sums, grown, strict=True))
         self.raw.update((r.whole, pieces) for r, pieces in zip(loop.joined, self.pieces, strict=True))
+        for v, pieces in self.stages.pipeline.loops.pieces.items():
+            if pieces[0] in self.raw:
+                place = self.stages.lies(self.stages.results[v].part, self.stages.pipeline.schedule.stages)
+                found = [self._sent(p, self.raw[p], k) for k, p in enumerate(pieces)]
+                self.raw[v] = self.stages.rows.joined(found, v.shape, place)
         for phase in self.stages.updates:
             found = phase.call(
                 *([self._read(v, phase.stage) for v in group] for group in (phase.taken, phase.lent))

@@ -145,9 +145,10 @@ class PipelineStep(NotPickled):
         return self.pipeline
 
     def _placed(self, v: Variable, value: Any) -> Any:
-        if self.is_shared and not lies_in_a_stage(value):
+        home = self.stages.home[v.name]
+        if self.is_shared and not lies_in_a_stage(value) and getattr(value, "sharding", None) != home:
             expect_alike(self.program.name, v.name, value)
-        return self.stages.rows.put(value, self.stages.home[v.name])
+        return self.stages.rows.put(value, home)
 
     @uninterrupted
     def __call__(self, state: State, /, *data: Any, **feed: Any) -> tuple[State, Out]:

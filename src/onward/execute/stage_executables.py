@@ -50,13 +50,14 @@ class StageExecutables:
 
     Attributes:
         rows: the devices of the stages.
-        whole: for each stage how a value lies that all of its devices have.
+        whole: for each stage how a value lies that all of its devices have, and last that of all stages.
         home: how each state Variable lies, by name.
         split: the data that is cut into micro-batches.
         parts: of each stage and work.
         statistics: what micro-batches read of the whole batch, if anything.
         once: for some stages, what they make of their state once a step.
         zeros: the first sums of a part.
+        pieces: by the name of a piece of state that is stacked along layers, the stack and the piece.
         last: the work in which a stage reads a value of a micro-batch for the last time.
         order: stage, work and micro-batch, as they are issued.
         results: what the update is given of all micro-batches.
@@ -76,7 +77,9 @@ class StageExecutables:
         self._options = dict(all_options(options))
         self.rows = StageRows(pipeline)
         self.whole = self.rows.whole
+        self._places: dict[tuple[Variable, int], StagePlace] = {}
         self._kept: dict[Variable, Any] = {}  # how values lie that a compiled part left as it found best
+        self.pieces = {v.name: (stack, v) for stack, group in pipeline.loops.pieces.items() for v in group}
         self.home = {v.name: self.lies(v, pipeline.homes[v]) for v in self.program.state}
         loop = pipeline.loop
         self.split = [v for v in loop.turn.inputs if v.name in loop.how.split]
@@ -102,11 +105,15 @@ class StageExecutables:
         self.updates = [StageUpdate(self, phase, stage) for phase, stage in sorted(pipeline.updates)]
 
     def lies(self, v: Variable, stage: int) -> StagePlace:
-        """How a value lies in a stage, whose devices may share it out."""
-        found, spec = self.whole[stage], self.pipeline.specs.get(v)
+        """How a value lies in a stage, whose devices may share it out, or over all stages."""
         if v in self._kept:
             return self._kept[v]
-        return found if spec is None else NamedSharding(found.mesh, spec)
+        if (v, stage) not in self._places:
+            found, pipeline = self.whole[stage], self.pipeline
+            is_over_all = stage == pipeline.schedule.stages
+            spec = pipeline.over_stages(v) if is_over_all else pipeline.specs.get(v)
+            self._places[v, stage] = found if spec is None else NamedSharding(found.mesh, spec)
+        return self._places[v, stage]
 
     def readers(self, v: Variable) -> Sequence[int]:
         """The stages that are given a value, each once."""
@@ -219,7 +226,9 @@ class StageExecutables:
         for (stage, work), part in self.parts.items():
             yield f"{work.value} of stage {stage}", self.pipeline.loop.how.steps, part.program, part.call
         for update in self.updates:
-            yield f"update of stage {update.stage}", 1, update.program, update.call
+            is_one = update.stage < self.pipeline.schedule.stages
+            where = f"update of stage {update.stage}" if is_one else "update of all stages"
+            yield where, 1, update.program, update.call
 
     @cached_property
     def scale(self) -> Any:

@@ -20,7 +20,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from onward.core.errors import ArgumentError
 from onward.core.variable import holds_keys
 from onward.distribute.pipeline.cut import Pipeline
-from onward.execute.processes import STAGE, first_devices, lies_in_a_stage
+from onward.distribute.pipeline.stage_specs import STAGES
+from onward.execute.processes import STAGE, first_devices, gathered, lies_in_a_stage
 
 StagePlace = Any  # a sharding, or where there is one a device: to send there takes less time
 
@@ -40,7 +41,7 @@ class StageRows:
     """The devices of the stages.
 
     Attributes:
-        whole: for each stage how a value lies that all of its devices have.
+        whole: for each stage how a value lies that all of its devices have, and last that of all stages.
         is_shared: whether they belong to several processes.
     """
 
@@ -56,13 +57,14 @@ class StageRows:
             return jax.device_put(value, place)
         if isinstance(value, list):
             return [self.put(x, place) for x in value]
-        if not lies_in_a_stage(value):
+        if getattr(value, "sharding", None) == place:
+            return value
+        if not (lies_in_a_stage(value) and place.mesh.axis_names == value.sharding.mesh.axis_names):
+            value = self._known_to_all(value)
             parts = place.addressable_devices_indices_map(np.shape(value))
             arrays = [jax.device_put(value[index], device) for device, index in parts.items()]
             return _array(np.shape(value), value.dtype, place, arrays)
         here, there = value.sharding.mesh.devices.flat, place.mesh.devices.flat
-        if value.sharding == place:
-            return value
         alike = NamedSharding(place.mesh, value.sharding.spec).is_equivalent_to(place, value.ndim)
         assert alike, "a value is split alike in all stages"
         if all(a.process_index == b.process_index for a, b in zip(here, there, strict=True)):
@@ -73,8 +75,7 @@ class StageRows:
         """A value of a stage where every process has the whole of it: in its first stage."""
         if not self.is_shared:
             return value
-        if lies_in_a_stage(value):
-            value = self._joined(value)
+        value = self._joined(value) if lies_in_a_stage(value) else self._known_to_all(value)
         mine = None
         for stage in dict.fromkeys(map(self._first_stage, range(jax.process_count()))):
             found = self.put(value, self.whole[stage])
@@ -82,9 +83,27 @@ class StageRows:
                 mine = found
         return mine
 
+    def _known_to_all(self, value: Any) -> Any:
+        """A value of which no stage alone has the whole, or that leaves its stage, as each process has it."""
+        if getattr(value, "is_fully_addressable", True):
+            return value
+        return gathered(self.for_all(value) if lies_in_a_stage(value) else value)
+
+    def joined(self, pieces: Sequence[Any], shape: tuple[int, ...], place: NamedSharding) -> Any:
+        """A stack over all stages of the piece that each has."""
+        arrays = [shard.data for piece in pieces for shard in piece.addressable_shards]
+        return _array(shape, pieces[0].dtype, place, arrays)
+
+    def piece(self, stack: Any, shape: tuple[int, ...], place: StagePlace) -> Any:
+        """The piece that a stage has of a stack over all stages."""
+        here = {shard.device: shard.data for shard in stack.addressable_shards}
+        place = sharding_of(place)
+        devices = place.addressable_devices_indices_map(shape)
+        return _array(shape, stack.dtype, place, [here[device] for device in devices])
+
     def _first_stage(self, process: int) -> int:
         """The first stage that has a device of a process."""
-        has = (any(d.process_index == process for d in row.mesh.devices.flat) for row in self.whole)
+        has = (any(d.process_index == process for d in row.mesh.devices.flat) for row in self.whole[:-1])
         return next(i for i, found in enumerate(has) if found)
 
     def compiled(self, jitted: Any, stage: int, types: Sequence[Any], laid: Any, options: Any) -> Any:
@@ -184,7 +203,7 @@ def sharding_of(place: StagePlace) -> Sharding:
 
 
 def _rows(pipeline: Pipeline) -> Sequence[StagePlace]:
-    """How a value lies that all devices of a stage have, for each stage."""
+    """How a value lies that all devices of a stage have, for each stage, and then for all together."""
     how, stages, processes = pipeline.partition, pipeline.schedule.stages, jax.process_count()
     axes = {} if how is None else dict(how.mesh)
     each = prod(axes.values())
@@ -194,7 +213,7 @@ def _rows(pipeline: Pipeline) -> Sequence[StagePlace]:
         told = {"name": name, "stages": stages, "own": own, "found": len(found), "count": count}
         raise ArgumentError(_TOO_FEW.format(platform=found[0].platform, **told))
     if how is None and processes == 1:
-        return found[:stages]
+        return [*found[:stages], _whole_on(np.array(found[:stages]), [STAGES])]
     if stages % processes and each % processes and processes % stages:
         raise ArgumentError(_UNEVEN.format(name=name, stages=stages, each=each, processes=processes))
     devices = np.array(first_devices(name, "is a pipeline on", count))
@@ -202,9 +221,10 @@ def _rows(pipeline: Pipeline) -> Sequence[StagePlace]:
         rows = devices.reshape(processes, stages, -1).swapaxes(0, 1).reshape(stages, each)
     else:
         rows = devices.reshape(stages, each)
+    together = _whole_on(rows.reshape(stages, *axes.values()), (STAGES, *axes))
     if processes > 1:
         axes = {STAGE: 1, **axes}
-    return [_whole_on(row.reshape(tuple(axes.values())), axes) for row in rows]
+    return [*(_whole_on(row.reshape(tuple(axes.values())), axes) for row in rows), together]
 
 
 def _whole_on(devices: np.ndarray, axes: Iterable[str]) -> NamedSharding:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -197,6 +198,12 @@ class LoopPlan:
         self.joined = tuple(r for r in found.values() if not r.is_sum)
         self.turn = self._turn()
         self.given = (*(v for v in self.turn.inputs if v.name in how.split), *self.numbers)
+
+    def with_turn(self, turn: Program, sums: tuple[LoopResult, ...]) -> LoopPlan:
+        """The same with another Program of a turn, whose results are these sums and what is joined."""
+        found = copy(self)
+        found.turn, found.sums = turn, sums
+        return found
 
     @cached_property
     def before(self) -> Mapping[Variable, Variable]:

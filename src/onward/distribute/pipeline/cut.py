@@ -8,17 +8,21 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
+from jax.sharding import PartitionSpec
+
 from onward.core.check import check
 from onward.core.columns import columns
 from onward.core.cost import cost, size
 from onward.core.errors import ArgumentError, GraphError
 from onward.core.marks import ACCUMULATE
 from onward.core.meshes import axes_of, part_size
+from onward.core.partitioned import expect_fit
 from onward.core.program import Op, Partition, Program, Variable
 from onward.core.show import human_bytes
 from onward.core.walk import ancestors, needed_ops
 from onward.core.words import Kind, Pass
 from onward.develop.accumulation.micro_batches import LoopPlan, LoopResult
+from onward.distribute.pipeline.loops import StageLoops, loop_of, shared_out
 from onward.distribute.pipeline.once import ONCE, Place, Work, with_once
 from onward.distribute.pipeline.parts import apart, parts_of
 from onward.distribute.pipeline.schedule import PipelineSchedule, StageWork
@@ -26,7 +30,9 @@ from onward.distribute.pipeline.stage_specs import (
     Specs,
     batch_axes,
     data_specs,
+    STAGES,
     stack_specs,
+    stacked,
     state_specs,
     without_axes,
 )
@@ -44,7 +50,7 @@ class Pipeline:
     Attributes:
         program: the training Program that was cut.
         accumulated: the same over micro-batches, on one device, whose numbers a step of the pipeline gives.
-        loop: how it puts together what micro-batches make.
+        loops: how it puts together what micro-batches make, and the loops over layers of the stages.
         schedule: which stage does what when.
         statistics: what micro-batches read of the whole batch, made of its data before it is cut.
         ahead: what a micro-batch hands on to the next one without its data, such as random keys: it runs for
@@ -53,13 +59,14 @@ class Pipeline:
             pass or read by other stages, such as parameters in a low precision: it runs once a step.
         parts: for each stage and each of its works the Program; none where there is nothing to compute.
         updates: for each phase of the update and each stage the Program.
-        homes: the stage where each Variable of state lies, and each result.
+        homes: the stage where each Variable of state lies, and each result; that of stacks, of which each
+            stage has a part, is the number of stages.
         partition: the mesh of devices that each stage has, and what they share; None: one device.
     """
 
     program: Program
     accumulated: Program
-    loop: LoopPlan
+    loops: StageLoops
     schedule: PipelineSchedule
     statistics: Program
     ahead: Program
@@ -78,9 +85,19 @@ class Pipeline:
         )
 
     @property
+    def loop(self) -> LoopPlan:
+        """How it puts together what micro-batches make."""
+        return self.loops.loop
+
+    @property
     def results(self) -> tuple[LoopResult, ...]:
-        """The values of micro-batches that are added up or joined."""
-        return (*self.loop.sums, *self.loop.joined)
+        """What the update is given of micro-batches: sums, stacks of them, and what is joined."""
+        return (*self._plan.sums, *self._plan.joined)
+
+    @property
+    def _plan(self) -> LoopPlan:
+        """The loop over micro-batches as it is on one device."""
+        return loop_of(self.accumulated)
 
     @cached_property
     def readers(self) -> Mapping[Variable, tuple[Work, ...]]:
@@ -96,7 +113,8 @@ class Pipeline:
         """How state and what belongs to it is split over the devices of its stage."""
         if self.partition is None:
             return {}
-        return state_specs(self.partition, self.accumulated, self.loop, self.once.values())
+        found = state_specs(self.partition, self.accumulated, self._plan, self.once.values())
+        return self.loops.with_pieces(found)
 
     @cached_property
     def specs(self) -> Specs:
@@ -104,27 +122,41 @@ class Pipeline:
         if self.partition is None:
             return {}
         stacks = stack_specs(self.state_specs, self.once.values())
-        return {**self.state_specs, **stacks, **data_specs(self.partition, self.accumulated, self.loop)}
+        data = data_specs(self.partition, self.accumulated, self._plan)
+        return self.loops.with_pieces({**self.state_specs, **stacks, **data})
 
     @cached_property
     def gathered(self) -> Specs:
-        """How a micro-batch reads what the axes of its examples split: whole along these, for a moment."""
+        """How a micro-batch reads what the axes of its examples split: whole along these, for a moment.
+
+        Of a stack one layer is read at a time.
+        """
         if self.partition is None:
             return {}
         axes = batch_axes(self.partition, self.loop)
-        read = {v: without_axes(spec, axes) for v, spec in self.state_specs.items()}
+        specs = {v: spec for v, spec in self.state_specs.items() if v not in self.loops.alike}
+        read = {v: without_axes(spec, axes) for v, spec in specs.items()}
         return {v: spec for v, spec in read.items() if axes_of(spec) != axes_of(self.state_specs[v])}
 
     @cached_property
     def borrowed(self) -> Mapping[str, tuple[int, ...]]:
         """The other stages that read state of a stage, such as a table that two of them share, by name."""
-        homes = {v.name: self.homes[v] for v in self.accumulated.state}
         found: dict[str, set[int]] = {}
         for (stage, _), part in self.works.items():
             for v in part.state:
-                if homes[v.name] != stage:
+                if self.home(v.name) != stage:
                     found.setdefault(v.name, set()).add(stage)
         return {name: tuple(sorted(stages)) for name, stages in found.items()}
+
+    def home(self, name: str) -> int:
+        """The stage where a Variable of state lies, or the piece of a stack."""
+        of_piece = self.loops.stage.get(name)
+        return self.homes[self.accumulated[name]] if of_piece is None else of_piece
+
+    def over_stages(self, v: Variable) -> PartitionSpec:
+        """How what the update makes of stacks is split over the devices of all stages, layer by layer."""
+        spec = self.specs.get(v, PartitionSpec())
+        return stacked(spec) if v.shape[:1] == (self.loops.layers,) else spec
 
     @property
     def works(self) -> Mapping[Work, Program]:
@@ -144,10 +176,16 @@ class Pipeline:
         return sum(self._size(v) * len({s for s, _ in self.readers.get(v, ())} - {stage}) for v in made)
 
     def _size(self, v: Variable) -> int:
-        """The bytes of a value on each device of a stage."""
-        if self.partition is None:
-            return size(v)
-        return size(v) * part_size(v, self.specs.get(v), self.partition.mesh) // max(v.size, 1)
+        """The bytes of a value on each device of a stage that has it."""
+        mesh = {} if self.partition is None else self.partition.mesh
+        spec = self.specs.get(v)
+        if self.homes.get(v) == self.schedule.stages:
+            spec, mesh = self.over_stages(v), {STAGES: self.schedule.stages, **mesh}
+        return size(v) * part_size(v, spec, mesh) // max(v.size, 1)
+
+    def _state_of(self, stage: int) -> list[Variable]:
+        """The state that a stage has, or has a part of."""
+        return [v for v in self.accumulated.state if self.homes[v] in (stage, self.schedule.stages)]
 
     def _first(self, stage: int) -> Op:
         """The first op of a stage that reads what came before: the batch, or what stages before it send."""
@@ -167,7 +205,7 @@ class Pipeline:
         return "\n".join([f"Pipeline of {self.program.name}", table, *self._notes, "", str(self.schedule)])
 
     def _row(self, stage: int) -> tuple[str, ...]:
-        own = [v for v in self.accumulated.state if self.homes[v] == stage]
+        own = self._state_of(stage)
         parameters = sum(self._size(v) for v in own if v.kind is Kind.PARAMETER)
         work = sum(cost(part).flops for (of, _), part in self.parts.items() if of == stage)
         first = self._first(stage)
@@ -186,12 +224,13 @@ class Pipeline:
     def _notes(self) -> list[str]:
         notes = ["what is held and sent is that of one micro-batch; work is counted in operations"]
         if self.partition is not None:
-            how, state = self.partition, self.accumulated.state
-            part = sum(map(self._size, state)) / max(sum(map(size, state)), 1)
+            how, stages = self.partition, range(self.schedule.stages)
+            part = sum(self._size(v) for s in stages for v in self._state_of(s))
+            part /= max(sum(map(size, self.accumulated.state)), 1)
             more = "; what is held may be split further" * bool(how.mesh.keys() - batch_axes(how, self.loop))
             notes.append(
                 f"each stage has {how.count} devices ({how}), and bytes are those of one, which keeps "
-                f"{100 * part:.0f} % of the stage's state{more}"
+                f"{100 * part:.0f} % of its stage's state, taken over all stages{more}"
             )
         if self.once:
             made = [
@@ -199,7 +238,7 @@ class Pipeline:
             ]
             notes.append(f"made of parameters and constants once a step, and kept: {', '.join(made)}")
         for name, stages in self.borrowed.items():
-            home, others = self.homes[self.accumulated[name]], " and ".join(map(str, stages))
+            home, others = self.home(name), " and ".join(map(str, stages))
             notes.append(f"{name} lies in stage {home}, which sends it to {others} at each step")
         whole = [str(s) for s, works in enumerate(self._late) if works == {B}]
         if self.schedule.splits_backward and whole:
@@ -215,27 +254,29 @@ class Pipeline:
         return [{w for w in (B, W) if (s, w) in self.parts} for s in range(self.schedule.stages)]
 
 
-def homes_of(program: Program, accumulated: Program, stages: int, at: Sequence[str]) -> Homes:
-    """The stage of each forward activation of a Program that accumulates, by its name.
+def loops_of(program: Program, accumulated: Program, stages: int, at: Sequence[str]) -> StageLoops:
+    """The loops of a Program that accumulates: over layers there is one for each stage, unless ``at`` says how.
 
     Raises:
         GraphError: micro-batches hand on what depends on their data.
+        ArgumentError: the stages cannot share the turns of a loop over layers evenly.
     """
-    turn, ahead = loop_of(accumulated).turn, _ahead(program, loop_of(accumulated))
-    found = stages_of(turn, frozenset(ahead), stages, at)
+    loop = loop_of(accumulated)
+    ahead = _ahead(program, loop)
+    return StageLoops(loop) if at else shared_out(loop, frozenset(ahead), stages)
+
+
+def homes_of(program: Program, loops: StageLoops, stages: int, at: Sequence[str]) -> Homes:
+    """The stage of each forward activation of a Program that accumulates, by its name."""
+    turn, ahead = loops.loop.turn, _ahead(program, loops.loop)
+    found = stages_of(turn, frozenset(ahead), stages, at, loops.begins[1:])
     return {v.name: at for op, at in found.items() if op.made_by is Pass.FORWARD for v in op.outputs}
-
-
-def loop_of(accumulated: Program) -> LoopPlan:
-    """The plan of the loop of a Program that accumulates."""
-    op: Any = next(op for op in accumulated.ops if op.type is ACCUMULATE)
-    plan: LoopPlan = op.body.plan
-    return plan
 
 
 def cut(
     program: Program,
     accumulated: Program,
+    loops: StageLoops,
     schedule: PipelineSchedule,
     homes: Homes,
     partition: Partition | None,
@@ -246,8 +287,8 @@ def cut(
         GraphError: ops stand before the forward pass.
     """
     op = next(op for op in accumulated.ops if op.type is ACCUMULATE)
-    loop = loop_of(accumulated)
-    _expect_divided(loop, partition)
+    loop = loops.loop
+    _expect_divided(loops, partition)
     turn = loop.turn
     _expect_nothing_before(program, loop)
     ahead = _ahead(program, loop)
@@ -261,14 +302,15 @@ def cut(
     parts = {(of, StageWork(work)): part for (of, work), part in works.items() if work != ONCE}
     given = {r.whole: makers[r.part][0] for r in (*loop.sums, *loop.joined)}
     given |= {new: 0 for *_, new in loop.threaded}
+    given |= dict.fromkeys(loops.pieces, schedule.stages)
     first = loop.whole.before
     rest = [o for o in accumulated.ops if o is not op and o not in first]
     given |= {v: 0 for o in first for v in o.outputs}
     placing = UpdatePlacing(accumulated, rest, given, _first_readers(works))
-    updates = parts_of(placing.source, placing.groups, _ends(accumulated, placing, loop))
+    updates = parts_of(placing.source, placing.groups, _ends(accumulated, placing))
     before = _before(program, loop, ahead, works)
     statistics = _statistics(accumulated, loop, rest)
-    inner = loop, schedule, statistics, before, once, parts, updates
+    inner = loops, schedule, statistics, before, once, parts, updates
     return Pipeline(program, accumulated, *inner, placing.homes, partition)
 
 
@@ -320,9 +362,10 @@ def _groups(turn: Program, inside: Stages, schedule: PipelineSchedule) -> dict[P
     return {place: ops for place, ops in groups.items() if ops or place[1] is F}
 
 
-def _ends(program: Program, placing: UpdatePlacing, loop: LoopPlan) -> dict[Variable, tuple[int, int]]:
+def _ends(program: Program, placing: UpdatePlacing) -> dict[Variable, tuple[int, int]]:
     """The part of the update that hands out each result and each next value of state."""
     made = {v: place for place, ops in placing.groups.items() for op in ops for v in op.outputs}
+    loop = loop_of(program)
     looped = {r.whole for r in (*loop.sums, *loop.joined)}
     ends = dict.fromkeys((*program.next_state.values(), *program.outputs))
     return {v: made.get(v, (0, placing.homes.get(v, 0))) for v in ends if v in made or v in looped}
@@ -346,7 +389,12 @@ def _ahead(program: Program, loop: LoopPlan) -> list[Op]:
     return needed_ops(turn, following)
 
 
-def _expect_divided(loop: LoopPlan, how: Partition | None) -> None:
+def _expect_divided(loops: StageLoops, how: Partition | None) -> None:
+    """Raise ``ArgumentError`` where the devices of a stage cannot share a micro-batch or a stack."""
+    loop = loops.loop
+    for piece, v in loops.alike.items():
+        if how is not None and v.name in how.specs:
+            expect_fit(piece, how.specs[v.name], how.mesh)
     axes = () if how is None else batch_axes(how, loop)
     count = 1 if how is None else prod(how.mesh[axis] for axis in axes)
     if loop.short % count:

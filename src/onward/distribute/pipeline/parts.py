@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from onward.core.check import check
 from onward.core.cost import cost
+from onward.core.jaxprs.body import body_of
+from onward.core.jaxprs.reading import read_jaxpr
+from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
 
 Key = TypeVar("Key", bound=Hashable)
@@ -60,6 +64,29 @@ def _part(
             outputs=outputs,
         )
     )
+
+
+def taken_apart(op: Op, names: Names, constants: dict[Variable, Any]) -> Sequence[Op]:
+    """The equations of an op, each an op of its own; ``constants`` get those that stand in it."""
+    read = read_jaxpr(op.body.closed, op.inputs, names)
+    constants.update(read.constants)
+    made = {v for o in read.ops for v in o.outputs}
+    ends: dict[Variable, Variable] = {}
+    copies = []
+    for inner, outer in zip(read.outputs, op.outputs, strict=True):
+        if inner in made and inner not in ends:
+            ends[inner] = outer
+        else:
+            body = body_of(lambda x: [x], inner.aval)
+            copies.append(Op("copy", (ends.get(inner, inner),), (outer,), body))
+
+    def mapped(variables: Sequence[Variable]) -> tuple[Variable, ...]:
+        return tuple(ends.get(v, v) for v in variables)
+
+    return [
+        replace(op, type=o.type, inputs=mapped(o.inputs), outputs=mapped(o.outputs), body=o.body, primal=None)
+        for o in (*read.ops, *copies)
+    ]
 
 
 def apart(

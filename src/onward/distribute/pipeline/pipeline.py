@@ -23,7 +23,8 @@ from onward.core.structure import expect_count
 from onward.core.walk import Where
 from onward.core.words import Pass
 from onward.develop.accumulation.accumulate import accumulate
-from onward.distribute.pipeline.cut import Pipeline, cut, homes_of, loop_of
+from onward.distribute.pipeline.cut import Pipeline, cut, homes_of, loops_of
+from onward.distribute.pipeline.loops import StageLoops, loop_of
 from onward.distribute.pipeline.rolled import is_rolled, rolled_within, without_loops
 from onward.distribute.pipeline.schedule import schedule_of
 
@@ -123,16 +124,18 @@ def pipeline(
     accumulated = accumulate(plain, micro_batches, whole=whole, is_sum=is_sum)
     if not any(op.type is ACCUMULATE for op in accumulated.ops):
         raise ArgumentError(f"pipeline: the batch of {program.name!r} has one row, which cannot be cut.")
-    homes = homes_of(plain, accumulated, stages, at)
-    if plain is not program:
+    loops = loops_of(plain, accumulated, stages, at)
+    homes = homes_of(plain, loops, stages, at)
+    if plain is not program and not loops.begins:
         program = rolled_within(program, plain, homes)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the same was said of the Program without loops
             accumulated = accumulate(program, micro_batches, whole=whole, is_sum=is_sum)
+        loops = StageLoops(loop_of(accumulated))
     if data > 1:
-        split = loop_of(accumulated).how.split
+        split = loops.loop.how.split
         mesh = Partition({"data": data}, dict.fromkeys(split, PartitionSpec("data")))
-    return cut(program, accumulated, order, homes, mesh)
+    return cut(program, accumulated, loops, order, homes, mesh)
 
 
 def _apart(program: Program, data: int) -> tuple[Program, Partition | None]:
@@ -165,6 +168,8 @@ def _expect_fit(program: Program, recipe: Recipe) -> None:
     """Raise ``GraphError`` for what no pipeline can be made of."""
     expect_no_axis(program, "pipeline")
     for step in recipe.steps:
+        if step.phase is Phase.KEEP and not is_rolled(program):
+            continue  # of the user's own loops, which keep the same in stages
         name = step.function.__name__.strip("_")
         if (why := _BY_NAME.get(name, _REFUSED.get(step.phase))) is not None:
             raise GraphError(f"pipeline: {name} of {program.name!r} {why}.")

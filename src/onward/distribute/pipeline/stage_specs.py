@@ -12,6 +12,18 @@ from onward.core.program import Partition, Program, Variable
 from onward.develop.accumulation.micro_batches import LoopPlan
 
 Specs = Mapping[Variable, PartitionSpec]
+STAGES = "all stages"
+"""The axis, over the devices of all stages, that splits what is stacked along layers."""
+
+
+def stacked(spec: PartitionSpec) -> PartitionSpec:
+    """How a stack is split over the devices of all stages that each stage splits so.
+
+    >>> stacked(PartitionSpec("data", None)), stacked(PartitionSpec())
+    (P(('all stages', 'data'), None), P('all stages',))
+    """
+    first, *rest = axes_of(spec) or ((),)
+    return PartitionSpec((STAGES, *first) if first else STAGES, *rest)
 
 
 def state_specs(how: Partition, program: Program, loop: LoopPlan, once: Iterable[Program]) -> Specs:

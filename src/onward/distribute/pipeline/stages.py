@@ -35,7 +35,9 @@ Stages = Mapping[Op, int]
 _UNEVEN = 1.1  # how much more than need be the dearest stage may cost, for fewer bytes to send
 
 
-def stages_of(turn: Program, ahead: Collection[Op], stages: int, at: Sequence[str] = ()) -> Stages:
+def stages_of(
+    turn: Program, ahead: Collection[Op], stages: int, at: Sequence[str] = (), loops: Sequence[Op] = ()
+) -> Stages:
     """The stage of each op of the Program of one micro-batch.
 
     Args:
@@ -43,6 +45,7 @@ def stages_of(turn: Program, ahead: Collection[Op], stages: int, at: Sequence[st
         ahead: the ops that belong to no stage.
         stages: how many.
         at: the scopes with which all but the first begin; where it is best unless given.
+        loops: the ops with which all but the first begin, in place of scopes.
 
     Raises:
         ArgumentError: more stages than there is something to cut, or other scopes than they need.
@@ -50,12 +53,14 @@ def stages_of(turn: Program, ahead: Collection[Op], stages: int, at: Sequence[st
         GraphError: a stage has no parameters.
     """
     line = _ForwardLine(turn, ahead)
-    if stages > (most := line.most_stages):
+    if not loops and stages > (most := line.most_stages):
         raise ArgumentError(
             f"pipeline: {turn.name!r} cannot be cut into {stages} stages: {most} of its forward ops read "
-            f"parameters, so that it has at most {most}. Repeated layers that are a loop count as one op."
+            f"parameters, so that it has at most {most}. Layers that are turns of a loop count as one, unless "
+            "it is a lax.scan of its own, forwards, over stacks of parameters."
         )
-    begins = line.named(stages, at) if at else line.balanced(stages)
+    begins = [line.ops.index(op) for op in loops]
+    begins = begins or (line.named(stages, at) if at else line.balanced(stages))
     found = dict(zip(line.ops, np.searchsorted(begins, range(len(line.ops)), "right").tolist(), strict=True))
     place_forward(turn, ahead, found)
     _place_backward(turn, ahead, found, stages)
@@ -204,15 +209,34 @@ class _ForwardLine:
 
 
 def place_forward(turn: Program, ahead: Collection[Op], found: dict[Op, int]) -> None:
-    """Put forward ops that depend on no data where they are first read."""
+    """Put forward ops that depend on no data where they are first read.
+
+    But what makes less of state, such as the sum of its squares, stands where the state lies: numbers are
+    sent in place of arrays.
+    """
+    forward = [op for op in turn.ops if op.made_by is Pass.FORWARD and op not in ahead]
+    beside = [op for op in forward if op not in found]
+    first = _first_read(forward, found)
+    places = {v: {first.get(v, 0)} for v in turn.state}
+    for op in beside:
+        behind = set().union(*(places.get(v, ()) for v in op.inputs))
+        places.update(dict.fromkeys(op.outputs, behind))
+        if len(behind) == 1 and sum(map(size, op.outputs)) < sum(map(size, op.inputs)):
+            found[op] = min(*behind, *(first[v] for v in op.outputs if v in first))
+    first = _first_read(forward, found)
+    for op in beside:
+        found.setdefault(op, min((first[v] for v in op.outputs if v in first), default=0))
+
+
+def _first_read(forward: Sequence[Op], found: Mapping[Op, int]) -> Mapping[Variable, int]:
+    """The first stage that reads each Variable; ops without a stage stand where they are first read."""
     first: dict[Variable, int] = {}
-    for op in reversed(turn.ops):
-        if op.made_by is not Pass.FORWARD or op in ahead:
-            continue
-        if op not in found:
-            found[op] = min((first[v] for v in op.outputs if v in first), default=0)
+    for op in reversed(forward):
+        read = [first[v] for v in op.outputs if v in first]
+        stage = found[op] if op in found else min(read, default=0)
         for v in op.inputs:
-            first[v] = min(found[op], first.get(v, found[op]))
+            first[v] = min(stage, first.get(v, stage))
+    return first
 
 
 def _place_backward(turn: Program, ahead: Collection[Op], found: dict[Op, int], stages: int) -> None:
@@ -223,7 +247,7 @@ def _place_backward(turn: Program, ahead: Collection[Op], found: dict[Op, int], 
     for op in rest:
         read = [late[v] for v in op.inputs if v in late]
         if op.of in made:
-            found[op] = made[op.of]
+            found[op] = min([made[op.of], *read])  # gradients go from the last stage to the first
         elif read:
             found[op] = min(read)
         else:

@@ -8,15 +8,14 @@ stage computes what it can from what the phases before have made.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from onward.core.cost import size
-from onward.core.jaxprs.body import body_of
-from onward.core.jaxprs.reading import read_jaxpr
 from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
 from onward.core.words import Kind
+from onward.distribute.pipeline.parts import taken_apart
 
 
 class UpdatePlacing:
@@ -53,7 +52,7 @@ class UpdatePlacing:
 
     def _add(self, op: Op) -> None:
         if len(op.body.equations) > 1 and len({self.homes[v] for v in op.inputs if self._counts(v)}) > 1:
-            for part in self._taken_apart(op):
+            for part in taken_apart(op, self._names, self.constants):
                 if all(v in self._free for v in part.inputs):
                     self._free.update(dict.fromkeys(part.outputs, part))
                 else:
@@ -93,28 +92,6 @@ class UpdatePlacing:
             self._phases.update(dict.fromkeys(outputs, (0, stage)))
             self.groups.setdefault((0, stage), []).append(replace(op, inputs=inputs, outputs=outputs))
         return self._local[v, stage]
-
-    def _taken_apart(self, op: Op) -> Sequence[Op]:
-        """The equations of an op, each an op of its own."""
-        read = read_jaxpr(op.body.closed, op.inputs, self._names)
-        self.constants.update(read.constants)
-        made = {v for o in read.ops for v in o.outputs}
-        ends: dict[Variable, Variable] = {}
-        copies = []
-        for inner, outer in zip(read.outputs, op.outputs, strict=True):
-            if inner in made and inner not in ends:
-                ends[inner] = outer
-            else:
-                body = body_of(lambda x: [x], inner.aval)
-                copies.append(Op("copy", (ends.get(inner, inner),), (outer,), body))
-
-        def mapped(variables: Sequence[Variable]) -> tuple[Variable, ...]:
-            return tuple(ends.get(v, v) for v in variables)
-
-        return [
-            replace(op, type=o.type, inputs=mapped(o.inputs), outputs=mapped(o.outputs), body=o.body)
-            for o in (*read.ops, *copies)
-        ]
 
     @property
     def source(self) -> Program:
