@@ -303,15 +303,53 @@ def test_its_code_is_what_apply_does_and_trains_as_one_device(small: Program) ->
         staged.apply(small)
 
 
-def test_stages_of_layers_in_a_loop_are_foretold_only(program: Program) -> None:
+def test_stages_share_the_layers_of_a_loop_evenly(program: Program) -> None:
     layouts = ow.layout(program, 8)
-    marked = [line.split()[:5] for line in str(layouts).splitlines() if re.match(r" *\d+\*? +\d", line)]
+    assert all(one.runs for one in layouts)
+    assert {one.choice.stages for one in layouts} == {1, 2}
+    _, params = gpt()
+    draw = np.random.default_rng(0)
+    params = jax.tree.map(lambda v: draw.normal(0, 0.1, v.shape).astype(v.dtype), params)
+    tokens = draw.integers(0, 64, (16, 17)).astype("int32")
+    losses = []
+    for choice in ({"stages": 2, "fsdp": 2, "tensor": 2}, None):
+        given = program
+        if choice is not None:
+            staged = layouts.find(**choice, recompute=False)
+            names: dict[str, Any] = {"ow": ow, "P": P, "program": program}
+            exec(staged.code, names)
+            given = names["program"]
+        step = ow.compile(given)
+        state, _ = step(step.init(params), tokens)
+        state, out = step(state, tokens)
+        losses.append(out.loss)
+        if choice is not None:
+            kept: Counter[Any] = Counter()
+            for part in (part for v in program.parameters for part in state[v.name].addressable_shards):
+                kept[part.device] += part.data.nbytes
+            assert max(kept.values()) == staged.kept.parameters
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
+def test_stages_of_other_loops_are_foretold_only() -> None:
+    def loss(params: Any, x: Any) -> Any:
+        turn = lambda h, w: (h + jnp.tanh(h @ w["up"]) @ w["down"], None)  # noqa: E731
+        return jnp.mean(jax.lax.scan(turn, x, params, reverse=is_reversed)[0] ** 2)
+
+    params = {"up": np.ones((6, 8, 16), "float32"), "down": np.ones((6, 16, 8), "float32")}
+    told = []
+    for is_reversed in (False, True):
+        layouts = ow.layout(ow.SGD(0.1).minimize(loss, params, np.ones((24, 8), "float32")), 12)
+        assert {one.choice.stages for one in layouts if one.runs} == ({1} if is_reversed else {1, 2, 3, 6})
+        one = next(one for one in layouts if one.choice.stages == 4)
+        assert not one.runs
+        told += [(str(layouts), one.code)]
+    assert "# The layers are a loop, which pipeline shares out evenly: stages divide its 6 turns." in told[0][1]
+    table, code = told[1]
+    marked = [line.split()[:5] for line in table.splitlines() if re.match(r" *\d+\*? +\d", line)]
     assert all(row[0].endswith("*") == (row[4] != "1") for row in marked)
-    assert {row[0][-1] == "*" for row in marked} == {True, False}
-    assert "* is foretold: pipeline cuts between layers, and here they are a loop" in str(layouts)
-    staged = next(one for one in layouts if one.choice.stages > 1)
-    assert not staged.runs
-    assert "# pipeline cuts between ops: write the layers one by one" in staged.code
+    for text in (table, code):
+        assert "a loop, which pipeline does not share out. It takes a lax.scan, forwards, over" in text
 
 
 def test_its_patterns_meet_no_parameter_that_stays_whole() -> None:

@@ -101,6 +101,16 @@ def trained(step: Any, params: Any, data: Any, steps: int) -> tuple[Any, Any]:
     return state, out
 
 
+def expect_equal(state: Any, wanted: Any, rtol: float, atol: float) -> None:
+    """Raise ``AssertionError``, with its name, for a value of a State that is not that of another one."""
+    for name in wanted:
+        mine, theirs = (
+            jax.random.key_data(s[name]) if jnp.issubdtype(s[name].dtype, jax.dtypes.prng_key) else s[name]
+            for s in (state, wanted)
+        )
+        np.testing.assert_allclose(mine, theirs, rtol=rtol, atol=atol, err_msg=name)
+
+
 @pytest.mark.parametrize(
     ("network", "stages", "data", "schedule", "optimizer"),
     [
@@ -118,8 +128,7 @@ def test_twenty_steps_are_those_of_one_device(
         state, out = trained(ow.compile(program), params, x, 20)
         step = ow.compile(ow.pipeline(program, stages, 4, schedule, data=data), options=QUICK)
         piped, seen = trained(step, params, x, 20)
-        for name in state:
-            np.testing.assert_allclose(piped[name], state[name], rtol=0, atol=1e-9, err_msg=name)
+        expect_equal(piped, state, rtol=0, atol=1e-9)
         for mine, theirs in zip(jax.tree.leaves(seen.value), jax.tree.leaves(out.value), strict=True):
             np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-9)
         rows = [range(data * stage, data * (stage + 1)) for stage in range(stages)]

@@ -84,10 +84,8 @@ class StageRows:
         return mine
 
     def _known_to_all(self, value: Any) -> Any:
-        """A value of which no stage alone has the whole, or that leaves its stage, as each process has it."""
-        if getattr(value, "is_fully_addressable", True):
-            return value
-        return gathered(self.for_all(value) if lies_in_a_stage(value) else value)
+        """A value of one stage, or over all of them, as each process has it."""
+        return self.for_all(value).addressable_data(0) if lies_in_a_stage(value) else gathered(value)
 
     def joined(self, pieces: Sequence[Any], shape: tuple[int, ...], place: NamedSharding) -> Any:
         """A stack over all stages of the piece that each has."""

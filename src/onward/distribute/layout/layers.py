@@ -25,6 +25,7 @@ from onward.develop.roll.find import find_runs
 from onward.develop.roll.forward import forward_ops
 from onward.develop.roll.line import line_of
 from onward.develop.roll.run import From, LayerRun
+from onward.distribute.pipeline.loops import layer_loop
 
 
 class LayerPart(Words):
@@ -43,13 +44,14 @@ class RepeatedLayers:
         count: how many; 1 where nothing repeats.
         handed: what the first layer is handed, as each hands it to the next.
         parts: the part of each op of forward and backward pass.
-        in_loop: whether they are the turns of a loop.
+        turns: how many turns of a loop they are, which stages share evenly; 1 of a loop that stages cannot
+            share, None where they are no loop.
     """
 
     count: int
     handed: tuple[Variable, ...]
     parts: Mapping[Op, LayerPart]
-    in_loop: bool = False
+    turns: int | None = None
 
     @property
     def carried(self) -> int:
@@ -76,8 +78,10 @@ def layers_of(program: Program, weights: Container[Variable] = ()) -> RepeatedLa
         count, inside, handed = _loop(largest, {*program.parameters}, weights)
     else:
         count, inside, handed = _run(program, forward)
-    in_loop = largest is not None and largest in inside
-    return RepeatedLayers(count, handed, _parts(program, forward, inside), in_loop)
+    turns = None
+    if largest is not None and largest in inside:
+        turns = 1 if layer_loop(program) is None else count
+    return RepeatedLayers(count, handed, _parts(program, forward, inside), turns)
 
 
 def _loop(

@@ -42,7 +42,7 @@ class DeviceLayout:
         where: how parameters are split, as ``partition`` takes it.
         names: of all parameters, so that a pattern in ``code`` meets no other.
         fraction: of the memory beside what lies there between steps, the part that recompute leaves.
-        in_loop: whether the layers are the turns of a loop.
+        turns: of the loop that the layers are, which stages share evenly; None where they are no loop.
     """
 
     choice: Spreading
@@ -55,7 +55,7 @@ class DeviceLayout:
     where: Mapping[str, PartitionSpec]
     names: tuple[str, ...] = field(default=(), kw_only=True)
     fraction: float = field(default=1.0, kw_only=True)
-    in_loop: bool = field(default=False, kw_only=True)
+    turns: int | None = field(default=None, kw_only=True)
 
     def along(self, axis: str) -> float:
         """The seconds that what is sent along an axis takes."""
@@ -109,7 +109,7 @@ class DeviceLayout:
     @property
     def runs(self) -> bool:
         """Whether its ``code`` makes a step; else it is foretold only, and the code says why."""
-        return self.choice.stages == 1 or not self.in_loop
+        return self.turns is None or self.turns % self.choice.stages == 0
 
     @property
     def code(self) -> str:
@@ -218,7 +218,7 @@ def foretold(about: Foretelling, choice: Spreading) -> DeviceLayout:
         bubble=(choice.stages - 1) / (choice.micro_batches + choice.stages - 1),
         where=about.placing.specs(choice.tensor, choice.fsdp),
         names=tuple(v.name for v in about.program.parameters),
-        in_loop=about.layers.in_loop,
+        turns=about.layers.turns,
         fraction=about.left(choice) if choice.recompute else 1.0,
     )
 

@@ -23,7 +23,9 @@ assumed of {name} ({source}):
   micro-batch; data sums gradients once. Stages run by 1F1B. Products seldom reach the peak, and kernels such
   as flash attention move less: the seconds rank layouts and promise nothing."""
 
-_FORETOLD = "* is foretold: pipeline cuts between layers, and here they are a loop. Its runs is False"
+_FORETOLD = "* is foretold, and its runs is False: here the layers are a loop, which {}"
+_EVENLY = "pipeline shares out evenly: stages divide its {} turns"
+_NO_SCAN = "pipeline does not share out. It takes a lax.scan, forwards, over stacks of parameters"
 
 
 def table(layouts: Any) -> str:
@@ -40,7 +42,7 @@ def table(layouts: Any) -> str:
         rows.append((f"{number}{'' if one.runs else '*'}", *_words(one)))
     shown = columns(rows, right=[0, 1, 2, 3, 4, 5, 7, 8, 9, 10])
     more = [f"{len(layouts) - _SHOWN} more"] if len(layouts) > _SHOWN else []
-    more += [] if all(one.runs for one in layouts[:_SHOWN]) else [_FORETOLD]
+    more += [_FORETOLD.format(_why(one)) for one in layouts[:_SHOWN] if not one.runs][:1]
     return "\n\n".join([head, shown, *more, *layouts.notes])
 
 
@@ -152,8 +154,13 @@ def _not_yet(one: Any) -> Iterator[str]:
     c = one.choice
     if c.stages > 1 and c.data > 1:
         yield "# Foretold with gradients summed once a step; pipeline sums them with each micro-batch."
-    if c.stages > 1 and one.in_loop:
-        yield "# pipeline cuts between ops: write the layers one by one, not as a loop."
+    if not one.runs:
+        yield f"# The layers are a loop, which {_why(one)}."
+
+
+def _why(one: Any) -> str:
+    """The reason why a layout with stages is foretold only, in words."""
+    return _NO_SCAN if one.turns == 1 else _EVENLY.format(one.turns)
 
 
 def _spec(spec: PartitionSpec) -> str:

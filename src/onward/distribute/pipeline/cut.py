@@ -229,8 +229,8 @@ class Pipeline:
             part /= max(sum(map(size, self.accumulated.state)), 1)
             more = "; what is held may be split further" * bool(how.mesh.keys() - batch_axes(how, self.loop))
             notes.append(
-                f"each stage has {how.count} devices ({how}), and bytes are those of one, which keeps "
-                f"{100 * part:.0f} % of its stage's state, taken over all stages{more}"
+                f"each stage has {how.count} devices ({how}), and bytes are those of one; over all stages it "
+                f"keeps {100 * part:.0f} % of its stage's state{more}"
             )
         if self.once:
             made = [

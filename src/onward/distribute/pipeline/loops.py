@@ -94,7 +94,7 @@ def shared_out(loop: LoopPlan, ahead: Collection[Op], stages: int) -> StageLoops
     Raises:
         ArgumentError: the stages cannot share its turns evenly.
     """
-    layers = _layers(loop.turn, ahead)
+    layers = layer_loop(loop.turn, ahead)
     if layers is None or stages == 1:
         return StageLoops(loop)
     if layers.count % stages:
@@ -117,7 +117,7 @@ def shared_out(loop: LoopPlan, ahead: Collection[Op], stages: int) -> StageLoops
 
 
 @dataclass(frozen=True, eq=False)
-class _Layers:
+class LayerLoop:
     """A forward loop over layers, how many they are, and the state that is stacked along them."""
 
     op: Op
@@ -125,8 +125,12 @@ class _Layers:
     stacks: frozenset[Variable]
 
 
-def _layers(turn: Program, ahead: Collection[Op]) -> _Layers | None:
-    """The loop that does most of the forward pass, if each of its turns reads parameters of its own."""
+def layer_loop(turn: Program, ahead: Collection[Op] = ()) -> LayerLoop | None:
+    """The loop that does most of the forward pass, if each of its turns reads parameters of its own.
+
+    Stages share out no other loops: not one that runs backwards, is within another op, or takes its
+    parameters by their number.
+    """
     forward = [op for op in turn.ops if op.made_by is Pass.FORWARD and op not in ahead]
     work = {op: cost(op).flops for op in forward}
     op = max((op for op in forward if op.primitive.runs is Runs.SCAN), key=work.__getitem__, default=None)
@@ -139,7 +143,7 @@ def _layers(turn: Program, ahead: Collection[Op]) -> _Layers | None:
     cut = (op.inputs[x] for x in scan.operands[begin:] if isinstance(x, int))
     found = frozenset().union(*(_behind(v, scan.length, made) for v in cut))
     stacks = frozenset(v for v in found if v.kind in (Kind.PARAMETER, Kind.FROZEN))
-    return _Layers(op, scan.length, stacks) if stacks else None
+    return LayerLoop(op, scan.length, stacks) if stacks else None
 
 
 def _behind(v: Variable, count: int, made: Mapping[Variable, Op]) -> frozenset[Variable]:
@@ -173,7 +177,7 @@ class _Cut:
         alike: for each new Variable that is a piece of another or stands in its place, that one.
     """
 
-    def __init__(self, turn: Program, layers: _Layers, stages: int) -> None:
+    def __init__(self, turn: Program, layers: LayerLoop, stages: int) -> None:
         self._turn, self._layers, self._stages = turn, layers, stages
         self._each = layers.count // stages
         self._names = Names(turn.variables)
