@@ -344,8 +344,8 @@ def test_stages_of_other_loops_are_foretold_only() -> None:
         one = next(one for one in layouts if one.choice.stages == 4)
         assert not one.runs
         told += [(str(layouts), one.code)]
-    assert "# The layers are a loop, which pipeline shares out evenly: stages divide its 6 turns." in told[0][1]
-    table, code = told[1]
+    (_, uneven), (table, code) = told
+    assert "# The layers are a loop, which pipeline shares out evenly: stages divide its 6 turns." in uneven
     marked = [line.split()[:5] for line in table.splitlines() if re.match(r" *\d+\*? +\d", line)]
     assert all(row[0].endswith("*") == (row[4] != "1") for row in marked)
     for text in (table, code):

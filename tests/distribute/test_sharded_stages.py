@@ -11,7 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from tests.distribute.test_pipeline import CLIPPED, MLP, NETWORKS, QUICK, WIDE, X, expect_equal, mlp, normal, trained
+from tests.distribute.test_pipeline import (
+    CLIPPED,
+    MLP,
+    NETWORKS,
+    QUICK,
+    WIDE,
+    X,
+    expect_equal,
+    mlp,
+    normal,
+    trained,
+)
 
 import onward as ow
 
@@ -66,7 +77,9 @@ def test_a_part_gathers_each_parameter_once_and_what_no_axis_divides_is_whole():
     program = ow.Momentum(0.1).minimize(odd, params, X)
     cut = ow.pipeline(ow.partition(program, *FSDP), 3, 3)
     told = str(cut)
-    assert "each stage has 2 devices (data 2), and bytes are those of one; over all stages it keeps 55 % of" in told
+    assert (
+        "each stage has 2 devices (data 2), and bytes are those of one; over all stages it keeps 55 %" in told
+    )
     rows = [re.split(r"  +", line)[:3] for line in told.split("\n")[2:5]]
     assert rows == [["0", "48 B", "60 B"], ["1", "32 B", "32 B"], ["2", "32 B", "32 B"]]
     told = str(ow.pipeline(program, 3, 3, data=2))

@@ -27,6 +27,11 @@ def loss(params, x, y):
     errors = (h @ params["w0"][:, :2] - y) ** 2
     return jnp.mean(errors), {"worst": jnp.max(errors)}
 
+def in_a_loop(params, x, y):
+    h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params["w"])
+    errors = (h @ params["out"] - y) ** 2
+    return jnp.mean(errors), {"worst": jnp.max(errors)}
+
 def dropped(params, x, y, key):
     first, second = jax.random.split(key)
     h = jnp.tanh(x @ params["w0"]) * jax.random.bernoulli(first, 0.8, (6,))
@@ -40,6 +45,9 @@ own = slice(24 * index // jax.process_count(), 24 * (index + 1) // jax.process_c
 program = ow.Adam(1e-2).minimize(loss, params, x[:24], y[:24], has_aux=True)
 two = {name: params[name] for name in ("w0", "w1")}
 keyed = ow.Adam(1e-2).minimize(dropped, two, x[:24], y[:24], jax.random.key(0), has_aux=True)
+stacks = {"w": numbers(6, 6, 6) / 2, "out": numbers(6, 2)}
+clipped = ow.Adam(1e-2, rules=[ow.ClipByGlobalNorm(0.1)])
+looped = clipped.minimize(in_a_loop, stacks, x[:24], y[:24], has_aux=True)
 found = {}
 
 # The reader of a mesh whose axis of the batch lies within each process gives every one of them all rows.
@@ -49,16 +57,19 @@ for name, layout, parts in (
     ("in all stages", ow.pipeline(program, 3, micro_batches=4, schedule="gpipe", data=2), True),
     ("fsdp in stages", ow.pipeline(ow.partition(program, {"data": 3}, {"*": "data"}), 2, 4), True),
     ("model in stages", ow.pipeline(ow.partition(program, {"model": 2}, {"*": "model"}), 3, 4), True),
+    ("loop in stages", ow.pipeline(looped, 2, micro_batches=4, data=3), True),
+    ("loop in all stages", ow.pipeline(ow.partition(looped, {"data": 2}, {"*": "data"}), 3, 4), True),
     ("fsdp", ow.partition(program, {"data": 6}, {"*": "data"}), True),
     ("model first", ow.partition(program, {"model": 2, "data": 3}, {"w0": P(None, "model")}), False),
 ):
+    own_program, first = (looped, stacks) if name.startswith("loop") else (program, params)
     made = lambda: ow.batches((x, y), 24, shuffle=True, parts=parts)
     checkpoints = ow.Checkpoints(f"{folder}/{name}", every=1)
-    trainer = ow.Trainer(ow.Model(program, params), layout, checkpoints=checkpoints)
+    trainer = ow.Trainer(ow.Model(own_program, first), layout, checkpoints=checkpoints)
     tested = ow.batches((x[:20], y[:20]), 10)
     trainer.train(made(), epochs=2, test=tested if parts else None, progress=False)
     sync_global_devices("written")
-    resumed = ow.Trainer(ow.Model(program, params), layout)
+    resumed = ow.Trainer(ow.Model(own_program, first), layout)
     resumed.restore(f"{folder}/{name}")
     history = resumed.train(made(), epochs=3, test=tested if parts else None, progress=False)
     for key in [key for key in history if "loss" in key or "worst" in key]:
@@ -66,7 +77,7 @@ for name, layout, parts in (
     if name == "in all stages":
         lies = [{device.process_index for device in resumed.state[key].devices()} for key in params]
         assert lies == [set(range(jax.process_count()))] * 4, lies
-    for key in ("w0", "w0/mean", "w3"):
+    for key in ("w", "w/mean", "out") if name.startswith("loop") else ("w0", "w0/mean", "w3"):
         found[f"{name}: {key}"] = np.asarray(gathered(resumed.state[key]))
 
 for name, layout in (
@@ -102,7 +113,7 @@ def test_a_layout_over_two_processes_equals_that_of_one(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", [str(script), str(folders[0])])
     runpy.run_path(str(script))
     alone = dict(np.load(folders[0] / "0.npz"))
-    assert len(alone) == 52
+    assert len(alone) == 66
     for index in range(2):
         together = dict(np.load(folders[1] / f"{index}.npz"))
         assert together.keys() == alone.keys()

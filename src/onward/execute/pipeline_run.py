@@ -64,20 +64,26 @@ class PipelineRun:
 
     def _state(self, name: str, stage: int) -> Any:
         """A value of state where a stage reads it; that of another stage is sent once a step."""
-        stages = self.stages
-        stack, piece = stages.pieces.get(name, (None, stages.program.variables.get(name)))
-        lies = stages.lies(piece, stage)
-        if stack is None and stages.home[name] == lies:
+        if name in self.stages.pieces:
+            return self._piece(name, stage)
+        lies = self.stages.lies(self.stages.program[name], stage)
+        if self.stages.home[name] == lies:
             return self.own[name]
         if (name, stage) not in self._borrowed:
-            home = stages.pipeline.home(name)
-            if stack is None:
-                value = self.own[name]
-            elif home == stage:
-                value = stages.rows.piece(self.own[stack.name], piece.shape, lies)
+            self._borrowed[name, stage] = self._put(self.own[name], lies)
+        return self._borrowed[name, stage]
+
+    def _piece(self, name: str, stage: int) -> Any:
+        """The piece of a stack that a stage has, where a stage reads it."""
+        if (name, stage) not in self._borrowed:
+            stages = self.stages
+            stack, piece = stages.pieces[name]
+            home, lies = stages.pipeline.home(name), stages.lies(piece, stage)
+            if home == stage:
+                found = stages.rows.piece(self.own[stack.name], piece.shape, lies)
             else:
-                value = self._state(name, home)
-            self._borrowed[name, stage] = self._put(value, lies)
+                found = self._put(self._piece(name, home), lies)
+            self._borrowed[name, stage] = found
         return self._borrowed[name, stage]
 
     def _once(self, stage: int, program: Program) -> None:

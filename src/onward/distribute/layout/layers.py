@@ -25,7 +25,7 @@ from onward.develop.roll.find import find_runs
 from onward.develop.roll.forward import forward_ops
 from onward.develop.roll.line import line_of
 from onward.develop.roll.run import From, LayerRun
-from onward.distribute.pipeline.loops import layer_loop
+from onward.distribute.pipeline.layer_loop import layer_loop
 
 
 class LayerPart(Words):
@@ -44,8 +44,8 @@ class RepeatedLayers:
         count: how many; 1 where nothing repeats.
         handed: what the first layer is handed, as each hands it to the next.
         parts: the part of each op of forward and backward pass.
-        turns: how many turns of a loop they are, which stages share evenly; 1 of a loop that stages cannot
-            share, None where they are no loop.
+        turns: of the loop that they are, which stages share evenly; 1 of a loop that stages cannot share,
+            None where they are not in a loop.
     """
 
     count: int

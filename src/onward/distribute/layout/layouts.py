@@ -42,7 +42,7 @@ class DeviceLayout:
         where: how parameters are split, as ``partition`` takes it.
         names: of all parameters, so that a pattern in ``code`` meets no other.
         fraction: of the memory beside what lies there between steps, the part that recompute leaves.
-        turns: of the loop that the layers are, which stages share evenly; None where they are no loop.
+        turns: of the loop that the layers are, which stages share evenly; None where there is none.
     """
 
     choice: Spreading

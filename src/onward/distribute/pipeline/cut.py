@@ -11,32 +11,31 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from onward.core.check import check
-from onward.core.columns import columns
-from onward.core.cost import cost, size
+from onward.core.cost import size
 from onward.core.errors import ArgumentError, GraphError
 from onward.core.marks import ACCUMULATE
 from onward.core.meshes import axes_of, part_size
 from onward.core.partitioned import expect_fit
 from onward.core.program import Op, Partition, Program, Variable
-from onward.core.show import human_bytes
 from onward.core.walk import ancestors, needed_ops
-from onward.core.words import Kind, Pass
+from onward.core.words import Pass
 from onward.develop.accumulation.micro_batches import LoopPlan, LoopResult
 from onward.distribute.pipeline.loops import StageLoops, loop_of, shared_out
 from onward.distribute.pipeline.once import ONCE, Place, Work, with_once
 from onward.distribute.pipeline.parts import apart, parts_of
 from onward.distribute.pipeline.schedule import PipelineSchedule, StageWork
 from onward.distribute.pipeline.stage_specs import (
+    STAGES,
     Specs,
     batch_axes,
     data_specs,
-    STAGES,
     stack_specs,
     stacked,
     state_specs,
     without_axes,
 )
 from onward.distribute.pipeline.stages import Stages, stages_by_name, stages_of
+from onward.distribute.pipeline.text import text_of
 from onward.distribute.pipeline.updates import UpdatePlacing
 
 F, B, W = StageWork
@@ -91,7 +90,7 @@ class Pipeline:
 
     @property
     def results(self) -> tuple[LoopResult, ...]:
-        """What the update is given of micro-batches: sums, stacks of them, and what is joined."""
+        """The values that the update is given of micro-batches: sums, stacks of them, and what is joined."""
         return (*self._plan.sums, *self._plan.joined)
 
     @property
@@ -168,14 +167,14 @@ class Pipeline:
         """The bytes that a device of a stage keeps of a micro-batch from its forward to its backward pass."""
         made = {v for (_, work), part in self.parts.items() if work is F for v in part.outputs}
         later = [v for work in (B, W) for v in getattr(self.parts.get((stage, work)), "inputs", ())]
-        return sum(self._size(v) for v in dict.fromkeys(later) if v in made)
+        return sum(self.bytes_of(v) for v in dict.fromkeys(later) if v in made)
 
     def sent(self, stage: int) -> int:
         """The bytes that each device of a stage sends to others for each micro-batch."""
         made = [v for (of, _), part in self.parts.items() if of == stage for v in part.outputs]
-        return sum(self._size(v) * len({s for s, _ in self.readers.get(v, ())} - {stage}) for v in made)
+        return sum(self.bytes_of(v) * len({s for s, _ in self.readers.get(v, ())} - {stage}) for v in made)
 
-    def _size(self, v: Variable) -> int:
+    def bytes_of(self, v: Variable) -> int:
         """The bytes of a value on each device of a stage that has it."""
         mesh = {} if self.partition is None else self.partition.mesh
         spec = self.specs.get(v)
@@ -183,79 +182,19 @@ class Pipeline:
             spec, mesh = self.over_stages(v), {STAGES: self.schedule.stages, **mesh}
         return size(v) * part_size(v, spec, mesh) // max(v.size, 1)
 
-    def _state_of(self, stage: int) -> list[Variable]:
+    def state_of(self, stage: int) -> list[Variable]:
         """The state that a stage has, or has a part of."""
         return [v for v in self.accumulated.state if self.homes[v] in (stage, self.schedule.stages)]
-
-    def _first(self, stage: int) -> Op:
-        """The first op of a stage that reads what came before: the batch, or what stages before it send."""
-        part = self.parts[stage, F]
-        before = (self.ahead, *self.once.values())
-        keys = {v for program in before for v in program.outputs} | self.loop.before.keys()
-        return next(
-            (op for op in part.ops if not {*part.inputs}.isdisjoint({*op.inputs} - keys)), part.ops[0]
-        )
 
     def __repr__(self) -> str:
         return f"Pipeline({self.program.name!r}, {self.schedule.stages} stages, {self.schedule.name})"
 
     def __str__(self) -> str:
-        head = ("stage", "parameters", "other state", "work", "holds", "of", "sends", "begins with")
-        table = columns([head, *map(self._row, range(self.schedule.stages))], right=[1, 2, 3, 4, 5, 6])
-        return "\n".join([f"Pipeline of {self.program.name}", table, *self._notes, "", str(self.schedule)])
-
-    def _row(self, stage: int) -> tuple[str, ...]:
-        own = self._state_of(stage)
-        parameters = sum(self._size(v) for v in own if v.kind is Kind.PARAMETER)
-        work = sum(cost(part).flops for (of, _), part in self.parts.items() if of == stage)
-        first = self._first(stage)
-        return (
-            str(stage),
-            human_bytes(parameters),
-            human_bytes(sum(map(self._size, own)) - parameters),
-            f"{100 * work / max(sum(cost(part).flops for part in self.parts.values()), 1):.0f} %",
-            str(self.schedule.held[stage]),
-            human_bytes(self.kept(stage)),
-            human_bytes(self.sent(stage)),
-            f"{first.outputs[0].name}{first.at}",
-        )
-
-    @property
-    def _notes(self) -> list[str]:
-        notes = ["what is held and sent is that of one micro-batch; work is counted in operations"]
-        if self.partition is not None:
-            how, stages = self.partition, range(self.schedule.stages)
-            part = sum(self._size(v) for s in stages for v in self._state_of(s))
-            part /= max(sum(map(size, self.accumulated.state)), 1)
-            more = "; what is held may be split further" * bool(how.mesh.keys() - batch_axes(how, self.loop))
-            notes.append(
-                f"each stage has {how.count} devices ({how}), and bytes are those of one; over all stages it "
-                f"keeps {100 * part:.0f} % of its stage's state{more}"
-            )
-        if self.once:
-            made = [
-                f"{human_bytes(sum(map(self._size, p.outputs)))} in stage {s}" for s, p in self.once.items()
-            ]
-            notes.append(f"made of parameters and constants once a step, and kept: {', '.join(made)}")
-        for name, stages in self.borrowed.items():
-            home, others = self.home(name), " and ".join(map(str, stages))
-            notes.append(f"{name} lies in stage {home}, which sends it to {others} at each step")
-        whole = [str(s) for s, works in enumerate(self._late) if works == {B}]
-        if self.schedule.splits_backward and whole:
-            notes.append(
-                f"W of stage {' and '.join(whole)} is done in B: other stages wait for these gradients, or "
-                "one loop computes both"
-            )
-        return notes
-
-    @property
-    def _late(self) -> list[set[StageWork]]:
-        """For each stage the works that have ops after the forward pass."""
-        return [{w for w in (B, W) if (s, w) in self.parts} for s in range(self.schedule.stages)]
+        return text_of(self)
 
 
 def loops_of(program: Program, accumulated: Program, stages: int, at: Sequence[str]) -> StageLoops:
-    """The loops of a Program that accumulates: over layers there is one for each stage, unless ``at`` says how.
+    """The loops of a Program that accumulates: one over layers for each stage, unless ``at`` says how.
 
     Raises:
         GraphError: micro-batches hand on what depends on their data.

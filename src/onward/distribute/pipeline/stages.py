@@ -56,8 +56,8 @@ def stages_of(
     if not loops and stages > (most := line.most_stages):
         raise ArgumentError(
             f"pipeline: {turn.name!r} cannot be cut into {stages} stages: {most} of its forward ops read "
-            f"parameters, so that it has at most {most}. Layers that are turns of a loop count as one, unless "
-            "it is a lax.scan of its own, forwards, over stacks of parameters."
+            f"parameters, so that it has at most {most}. Layers that are turns of a loop count as one, "
+            "unless it is a lax.scan of its own, forwards, over stacks of parameters."
         )
     begins = [line.ops.index(op) for op in loops]
     begins = begins or (line.named(stages, at) if at else line.balanced(stages))

@@ -169,7 +169,8 @@ def _of_stages(pipeline: Pipeline) -> Collectives:
             often = None if c.times is None else times * c.times
             found.append(replace(c, times=often, values=values, part=part))
     mesh = {} if pipeline.partition is None else dict(pipeline.partition.mesh)
-    return Collectives(f"{pipeline.program.name} in {pipeline.schedule.stages} stages", mesh, _most_first(found))
+    name = f"{pipeline.program.name} in {pipeline.schedule.stages} stages"
+    return Collectives(name, mesh, _most_first(found))
 
 
 def _named(v: ExchangedValue, names: Mapping[str, str]) -> ExchangedValue:
