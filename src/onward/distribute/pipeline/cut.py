@@ -329,19 +329,20 @@ def _ahead(program: Program, loop: LoopPlan) -> list[Op]:
 
 
 def _expect_divided(loops: StageLoops, how: Partition | None) -> None:
-    """Raise ``ArgumentError`` where the devices of a stage cannot share a micro-batch or a stack."""
-    loop = loops.loop
-    for piece, v in loops.alike.items():
-        if how is not None and v.name in how.specs:
-            expect_fit(piece, how.specs[v.name], how.mesh)
-    axes = () if how is None else batch_axes(how, loop)
-    count = 1 if how is None else prod(how.mesh[axis] for axis in axes)
+    """Raise ``ArgumentError`` where the devices of a stage cannot share a micro-batch or a piece of a stack."""
+    if how is None:
+        return
+    loop, axes = loops.loop, batch_axes(how, loops.loop)
+    count = prod(how.mesh[axis] for axis in axes)
     if loop.short % count:
         raise ArgumentError(
             f"pipeline: a micro-batch has {loop.short} rows, which {' x '.join(axes)}={count} does not "
             f"divide. Feed {count * loop.how.steps} rows or a multiple, or take fewer micro-batches or "
             "devices."
         )
+    for v, told in {**{v: v for v in loop.turn.inputs}, **loops.alike}.items():
+        if told.name in how.specs:
+            expect_fit(v, how.specs[told.name], how.mesh)
 
 
 def _expect_nothing_before(program: Program, loop: LoopPlan) -> None:

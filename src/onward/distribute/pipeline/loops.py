@@ -38,7 +38,7 @@ class StageLoops:
 
     Attributes:
         loop: that over micro-batches.
-        begins: the loops over layers, with which the stages begin; none where layers are no loop.
+        begins: the loops over layers, with which the stages begin; none where layers stand one by one.
         pieces: for each stack of a Program that accumulates, in its state or its sums, the piece of each
             stage.
         alike: for each Variable of a turn that is a piece of another or stands in its place, that one.
