@@ -329,7 +329,7 @@ def _ahead(program: Program, loop: LoopPlan) -> list[Op]:
 
 
 def _expect_divided(loops: StageLoops, how: Partition | None) -> None:
-    """Raise ``ArgumentError`` where the devices of a stage cannot share a micro-batch or a piece of a stack."""
+    """Raise ``ArgumentError`` where the devices of a stage cannot share a micro-batch or a stack."""
     if how is None:
         return
     loop, axes = loops.loop, batch_axes(how, loops.loop)
