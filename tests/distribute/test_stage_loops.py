@@ -122,8 +122,23 @@ def test_a_stage_has_its_layers_and_what_is_kept_of_them():
     for stage in range(4):
         loops = [op for op in cut.parts[stage, "F"].ops if op.type == "scan"]
         assert [op.attributes["length"] for op in loops] == ["1"]
+    assert max(map(cut.sent, range(4))) < each  # gradients of the sum, too, are made where they are added
     step = ow.compile(cut)
     assert len(ow.collectives(step)) == 0  # also the update of all stages
+
+
+def test_a_loop_that_does_little_stays_whole():
+    def mostly_before(params: Any, words: Any) -> Any:
+        h = params["embed"][words]
+        for w in params["wide"]:
+            h = h + jnp.tanh(h @ w) @ w.T
+        h, _ = jax.lax.scan(lambda h, w: (h * w, None), h, params["scales"])
+        return loss_of(h, params["head"], words)
+
+    params = {**PARAMS, "wide": [normal(WIDE, 64)] * 4, "scales": normal(LAYERS, WIDE)}
+    del params["layers"]
+    cut = ow.pipeline(ow.SGD(0.1).minimize(mostly_before, params, DATA), 2, 4)
+    assert [v.name for v in cut.parts[1, "F"].state if v.ndim][-1] == "scales"
 
 
 def test_of_a_stack_one_layer_is_gathered_at_a_time():
@@ -133,6 +148,8 @@ def test_of_a_stack_one_layer_is_gathered_at_a_time():
     gathered = re.findall(r" = f32\[([\d,]+)\]\S* all-gather(?:-start)?\(", text)
     sizes = [np.prod([int(n) for n in shape.split(",")]) for shape in gathered]
     assert sorted(sizes) == sorted([WIDE * 8, 8 * WIDE, WIDE * WORDS])
+    (carried,) = [v for v in step.pipeline.parts[0, "F"].outputs if v.name == "scan_after_2"]
+    assert step.stages.lies(carried, 1).shard_shape(carried.shape) == (2, 3, WIDE)  # a share of the examples
     state, _ = trained(step, PARAMS, DATA, 1)
     assert {part.data.shape for part in state["layers/up"].addressable_shards} == {(2, 2, 8)}
 
@@ -143,11 +160,13 @@ def reads_all(params: Any, words: Any) -> Any:
     up = up / jnp.linalg.norm(up, axis=(1, 2), keepdims=True)
 
     def turn(h: Any, own: Any) -> Any:
-        w, other = own
-        return block(h, w) + jnp.tanh(h @ other) @ up.mean(0).T @ params["layers"]["up"][2, :, :WIDE], None
+        w, other, i = own
+        return block(h, w) + jnp.tanh(h @ other) @ up.mean(0).T @ params["layers"]["up"][
+            (i + 1) % 4, :, :WIDE
+        ], None
 
     layers = params["layers"]
-    h, _ = jax.lax.scan(turn, params["embed"][words], (layers, layers["up"][::-1]))
+    h, _ = jax.lax.scan(turn, params["embed"][words], (layers, layers["up"][::-1], jnp.arange(LAYERS)))
     return loss_of(h, params["head"], words)
 
 

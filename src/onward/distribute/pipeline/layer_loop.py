@@ -137,7 +137,7 @@ class LayerCut:
             if scan is not None and any(v in self.pieces for v in self._cut_by(part, scan)):
                 self._add_loop(part, scan, op.type)
             else:
-                self._add_one(replace(part, of=None))
+                self._add_one(part)
 
     def _add_one(self, op: Op) -> None:
         """Add an op: where it computes each number of a stack by itself, one for each piece."""
@@ -192,7 +192,7 @@ class LayerCut:
         stacks = {v: self._in_pieces(v, op) for v in self._cut_by(op, scan)}
         given: list[Any] = [op.inputs[x] if isinstance(x, int) else x for x in scan.operands]
         given[:end] = [self._as_whole(x, op) if isinstance(x, Variable) else x for x in given[:end]]
-        results = {result_of(op.body, j): v for j, v in reversed([*enumerate(op.outputs)])}
+        results = {result_of(op.body, j): v for j, v in enumerate(op.outputs)}
         for i, v in results.items():
             if i >= scan.count_carried:
                 self.pieces[v] = self._new_pieces(v)
@@ -215,8 +215,6 @@ class LayerCut:
             if op.made_by is Pass.FORWARD:
                 self.begins.append(self._ops[-1])
         self._of[op.outputs[0]] = tuple(firsts[k] for k in order)
-        for j, v in enumerate(op.outputs):
-            self._same(v, results[result_of(op.body, j)])
 
     @staticmethod
     def _cut_by(op: Op, scan: ScanTurn) -> list[Variable]:
@@ -236,15 +234,6 @@ class LayerCut:
         if result is not None:
             self.alike[new] = result
         return new
-
-    def _same(self, v: Variable, other: Variable) -> None:
-        """Add what is a second name for a result of a loop."""
-        if v is other:
-            return
-        if other in self.pieces:
-            self.pieces[v] = self.pieces[other]
-        else:
-            self._ops.append(Op("copy", (other,), (v,), body_of(lambda x: [x], v.aval)))
 
     def _of_piece(self, op: Op, k: int) -> Variable | None:
         """The forward op that a backward op belongs to, in the stage of a piece."""
