@@ -65,8 +65,8 @@ def pipeline(
     send it their part of its gradient for each micro-batch. Rules that look at all gradients, such as
     ``ClipByGlobalNorm``, exchange numbers, not arrays.
 
-    Layers that are the turns of a ``jax.lax.scan`` over stacks of parameters are shared out evenly: each stage
-    loops over some of them, and has their part of each stack, whose home is all stages together.
+    Layers that are the turns of a ``jax.lax.scan`` over stacks of parameters are shared out evenly: each
+    stage loops over some of them, and has their part of each stack, whose home is all stages together.
 
     Of a Program that was rolled (``roll``), the repeated layers of each stage are one loop, so that compiling
     takes no longer the more layers a stage has. It is cut where it would be without loops.
@@ -86,10 +86,10 @@ def pipeline(
             the Program: its mesh is that of each stage.
 
     Raises:
-        ArgumentError: an unknown schedule; more stages than the forward pass can be cut into; stages that do not
-            divide the turns of a loop over layers; micro-batches that do not divide the batch, or fewer than 2;
-            more devices a stage than divide a micro-batch; a Program over a mesh that has devices, or with
-            ``data`` beside a mesh.
+        ArgumentError: an unknown schedule; more stages than the forward pass can be cut into; stages that do
+            not divide the turns of a loop over layers; micro-batches that do not divide the batch, or fewer
+            than 2; more devices a stage than divide a micro-batch; a Program over a mesh that has devices, or
+            with ``data`` beside a mesh.
         GraphError: no update; a stage without parameters; statistics of a batch that are carried on (batch
             norm); a Program that is replicated, accumulated, watched, guarded or offloaded.
         UnknownNameError: no op stands in a scope of ``at``.
