@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -231,6 +232,39 @@ def test_a_step_of_optax_and_checkpoints_of_one_device():
     expect_equal(alone.restore(path), alone(state, DATA)[0], rtol=1e-5, atol=1e-6)
     moved, _ = piped(alone.restore(path), DATA)  # a State of one device is taken over
     expect_equal(moved, piped(now, DATA)[0], rtol=0, atol=0)
+
+
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, h: Any, _: Any) -> Any:
+        attended = nn.MultiHeadDotProductAttention(num_heads=2)(nn.LayerNorm()(h))
+        return h + nn.Dense(WIDE)(nn.gelu(nn.Dense(8)(h + attended))), None
+
+
+class Scanned(nn.Module):
+    @nn.compact
+    def __call__(self, words: Any) -> Any:
+        body = nn.remat(Layer, prevent_cse=False)
+        layers = nn.scan(body, variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS)
+        h, _ = layers()(nn.Embed(WORDS, WIDE)(words), None)
+        return nn.Dense(WORDS)(h)
+
+
+def test_a_flax_model_that_scans_its_layers():
+    model = Scanned()
+    params = model.init(jax.random.key(0), DATA)
+
+    def loss(params: Any, words: Any) -> Any:
+        return optax.softmax_cross_entropy_with_integer_labels(model.apply(params, words), words).mean()
+
+    program = ow.SGD(0.1, rules=[ow.ClipByGlobalNorm(0.5)]).minimize(loss, params, DATA)
+    cut = ow.pipeline(program, 4, 4)
+    assert len(cut.loops.begins) == 4
+    assert not cut.borrowed
+    state, out = trained(ow.compile(cut, options=QUICK), params, DATA, 3)
+    wanted, seen = trained(ow.compile(program), params, DATA, 3)
+    expect_equal(state, wanted, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(out.loss, seen.loss, rtol=1e-5)
 
 
 def test_layers_are_computed_again_as_recompute_says():
