@@ -46,7 +46,7 @@ class PipelineRun:
         self.made: Values = dict(zip((new for *_, new in pipeline.loop.threaded), last, strict=True))
         self.raw: Values = {}
         self.totals = {place: zeros() for place, zeros in stages.zeros.items()}
-        self.pieces: list[list[Any]] = [[None] * pipeline.loop.how.steps for _ in pipeline.loop.joined]
+        self.pieces: list[list[Any]] = [[None] * pipeline.schedule.micro_batches for _ in pipeline.loop.joined]
 
     def _statistics(self, fed: Mapping[str, Any]) -> dict[str, Any]:
         """The statistics of the whole batch, by their names in a turn and outside of the loop."""
@@ -127,20 +127,21 @@ class PipelineRun:
         return here[v]
 
     def _scale(self, stage: int, i: int) -> Any:
-        return None if self.stages.scale is None else self._put(self.scales[i], self.stages.whole[stage])
+        return None if self.stages.scale is None else self._put(self.scales[i], self.stages.share_lies(stage))
 
     def update(self) -> None:
         """Issue the update, phase by phase."""
         loop = self.stages.pipeline.loop
         for (stage, work), grown in self.totals.items():
-            part = self.stages.parts[stage, work]
+            part, merge = self.stages.parts[stage, work], self.stages.merges.get((stage, work))
+            grown = grown if merge is None else merge((), grown)
             self.raw.update((loop.sums[i].whole, x) for i, x in zip(part.sums, grown, strict=True))
         self.raw.update((r.whole, pieces) for r, pieces in zip(loop.joined, self.pieces, strict=True))
         for v, pieces in self.stages.pipeline.loops.pieces.items():
             if pieces[0] in self.raw:
-                place = self.stages.lies(self.stages.results[v].part, self.stages.pipeline.schedule.stages)
-                found = [self._sent(p, self.raw[p], k) for k, p in enumerate(pieces)]
-                self.raw[v] = self.stages.rows.joined(found, v.shape, place)
+                kind = self.stages.sum_type(self.stages.results[v], self.stages.pipeline.schedule.stages)
+                found = [self._put(self.raw[p], self.stages.lies_alike(p, k)) for k, p in enumerate(pieces)]
+                self.raw[v] = self.stages.rows.joined(found, kind.shape, kind.sharding)
         for phase in self.stages.updates:
             found = phase.call(
                 *([self._read(v, phase.stage) for v in group] for group in (phase.taken, phase.lent))
@@ -152,7 +153,8 @@ class PipelineRun:
         if v.name in self.own:
             return self._state(v.name, stage)
         if (result := self.stages.results.get(v)) is not None:
-            return self._sent(result.part, self.raw[v], stage)
+            lies = self.stages.lies_alike if result.is_sum else self.stages.lies
+            return self._put(self.raw[v], lies(result.part, stage))
         return self._sent(v, self.value(v), stage)
 
     def value(self, v: Variable) -> Any:

@@ -61,6 +61,7 @@ class StageExecutables:
         last: the work in which a stage reads a value of a micro-batch for the last time.
         order: stage, work and micro-batch, as they are issued.
         results: what the update is given of all micro-batches.
+        merges: from the sums of each lane of a part to those of all, where there are several.
         begin: cuts a batch, and makes what micro-batches hand on.
         updates: the phases of the update, in order.
     """
@@ -101,6 +102,7 @@ class StageExecutables:
         self.once = {stage: self._once(stage, program) for stage, program in pipeline.once.items()}
         self.parts = {place: self._part(place, program) for place, program in pipeline.parts.items()}
         self.zeros = {place: self._zeros_of(part) for place, part in self.parts.items() if part.sums}
+        self.merges = {place: self._merging(self.parts[place]) for place in self.zeros if pipeline.lanes}
         self.begin = self._beginning()
         self.updates = [StageUpdate(self, phase, stage) for phase, stage in sorted(pipeline.updates)]
 
@@ -109,11 +111,19 @@ class StageExecutables:
         if v in self._kept:
             return self._kept[v]
         if (v, stage) not in self._places:
-            found, pipeline = self.whole[stage], self.pipeline
-            is_over_all = stage == pipeline.schedule.stages
-            spec = pipeline.over_stages(v) if is_over_all else pipeline.specs.get(v)
-            self._places[v, stage] = found if spec is None else NamedSharding(found.mesh, spec)
+            found, pipeline = self.lies_alike(v, stage), self.pipeline
+            if v in pipeline.in_lanes:
+                spec = PartitionSpec(pipeline.lanes, *found.spec)
+                found = NamedSharding(found.mesh, spec)
+            self._places[v, stage] = found
         return self._places[v, stage]
+
+    def lies_alike(self, v: Variable, stage: int) -> StagePlace:
+        """How a value lies in a stage where all lanes have the same."""
+        found, pipeline = self.whole[stage], self.pipeline
+        is_over_all = stage == pipeline.schedule.stages
+        spec = pipeline.over_stages(v) if is_over_all else pipeline.specs.get(v)
+        return found if spec is None else NamedSharding(found.mesh, spec)
 
     def readers(self, v: Variable) -> Sequence[int]:
         """The stages that are given a value, each once."""
@@ -121,7 +131,13 @@ class StageExecutables:
 
     def typed(self, v: Variable, stage: int) -> jax.ShapeDtypeStruct:
         """The type of a value as it lies in a stage."""
-        return jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=sharding_of(self.lies(v, stage)))
+        return self._type(v, stage, v.shape, v.dtype)
+
+    def _type(self, v: Variable, stage: int, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        """The type of what lies as a value does; of several lanes that of all, one after the other."""
+        if v in self.pipeline.in_lanes:
+            shape = (self.pipeline.lane_count, *shape)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding_of(self.lies(v, stage)))
 
     def lowered(self, program: Program) -> Callable[..., list[Any]]:
         """The function of a part, from state and inputs."""
@@ -155,27 +171,46 @@ class StageExecutables:
         sums = tuple(i for i, r in enumerate(loop.sums) if r.part in wanted)
         pieces = tuple(i for i, r in enumerate(loop.joined) if r.part in wanted)
         sends = tuple(v for v in program.outputs if v in self.pipeline.readers)
-        free = {v: self.lies(v, stage) for v in sends if self._is_free(v, stage)}
+        free = {v for v in sends if self._is_free(v, stage)}
         run = self.lowered(program)
 
-        def call(totals: Any, state: Any, inputs: Any, scale: Any) -> Any:
+        def lane(totals: Any, state: Any, inputs: Any, scale: Any) -> Any:
             state = self._gathered(program.state, state, stage)
             inputs = self._gathered(program.inputs, inputs, stage)
             found = dict(zip(program.outputs, run(state, inputs), strict=True))
             added = [scaled(loop, loop.sums[i], found[loop.sums[i].part], scale) for i in sums]
             grown = [total + x.astype(total.dtype) for total, x in zip(totals, added, strict=True)]
             given = [scaled(loop, loop.joined[i], found[loop.joined[i].part], scale) for i in pieces]
-            return grown, given, [self._freed(found[v], free[v]) if v in free else found[v] for v in sends]
+            return grown, given, [self._freed(v, found[v], stage) if v in free else found[v] for v in sends]
 
+        call = self._in_lanes(lane, program.inputs, stage)
         types = [[self.typed(v, stage) for v in group] for group in (program.state, program.inputs)]
         call.__name__ = program.name if program.name.isidentifier() else "stage"
-        totals = [self.sum_type(loop.sums[i], stage) for i in sums]
+        totals = [self._total_type(loop.sums[i], stage) for i in sums]
         joined = [loop.joined[i].part for i in pieces]
         lain = [self.lies(v, stage) for v in joined]
         outs = [x.sharding for x in totals], lain, [None if v in free else self.lies(v, stage) for v in sends]
-        made, (*_, lie) = self._lying(call, stage, (totals, *types, self.scale), outs)
+        made, (*_, lie) = self._lying(call, stage, (totals, *types, self._scale_in(stage)), outs)
         self._kept |= {v: x for v, x in zip(sends, lie, strict=True) if v in free}
         return StagePart(stage, program, made, sums, pieces, sends)
+
+    def _in_lanes(self, run: Any, inputs: Sequence[Variable], stage: int) -> Any:
+        """What one lane computes, from sums, state, inputs and a scale, for all lanes of a stage at once."""
+        pipeline = self.pipeline
+        if not pipeline.lanes:
+            return run
+        mesh = self.whole[stage].mesh
+        own, whole = PartitionSpec(pipeline.lanes), PartitionSpec()
+        read = [own if v in pipeline.in_lanes else whole for v in inputs]
+
+        def call(totals: Any, state: Any, inputs: Any, scale: Any) -> Any:
+            totals, scale = jax.tree.map(lambda x: x[0], (totals, scale))
+            inputs = [x[0] if spec is own else x for x, spec in zip(inputs, read, strict=True)]
+            return jax.tree.map(lambda x: x[None], run(totals, state, inputs, scale))
+
+        axes = set(mesh.axis_names) - (set() if pipeline.lane is None else set(pipeline.lane.mesh))
+        specs = {"in_specs": (own, whole, read, own), "out_specs": own}
+        return jax.shard_map(call, mesh=mesh, axis_names=axes, check_vma=False, **specs)
 
     def _gathered(self, variables: Sequence[Variable], values: Sequence[Any], stage: int) -> list[Any]:
         """Values as a micro-batch reads them: parameters whole, so that the examples stay shared out."""
@@ -187,19 +222,38 @@ class StageExecutables:
 
     def _is_free(self, v: Variable, stage: int) -> bool:
         """Whether a value stays in a stage whose devices may share out more of it than its examples."""
-        return self.pipeline.partition is not None and self.readers(v) == [stage] and v.ndim > 0
+        return self.pipeline.lane is not None and self.readers(v) == [stage] and v.ndim > 0
 
-    @staticmethod
-    def _freed(value: Any, place: NamedSharding) -> Any:
+    def _freed(self, v: Variable, value: Any, stage: int) -> Any:
         """A value whose other dimensions are split as the partitioner finds best."""
-        free = PartitionSpec.UNCONSTRAINED
-        spec = PartitionSpec(*(axes or free for axes in (*place.spec, *[None] * value.ndim)[: value.ndim]))
-        return jax.lax.with_sharding_constraint(value, NamedSharding(place.mesh, spec))
+        free, told = PartitionSpec.UNCONSTRAINED, self.pipeline.specs.get(v, PartitionSpec())
+        spec = PartitionSpec(*(axes or free for axes in (*told, *[None] * v.ndim)[: v.ndim]))
+        return jax.lax.with_sharding_constraint(value, NamedSharding(self.whole[stage].mesh, spec))
 
     def sum_type(self, result: LoopResult, stage: int) -> jax.ShapeDtypeStruct:
-        """The type of a sum over micro-batches as it lies in a stage."""
-        kind, laid = result.sum_type, sharding_of(self.lies(result.part, stage))
-        return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=laid)
+        """The type of a sum over all micro-batches as it lies in a stage."""
+        kind, place = result.sum_type, sharding_of(self.lies_alike(result.part, stage))
+        return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=place)
+
+    def _total_type(self, result: LoopResult, stage: int) -> jax.ShapeDtypeStruct:
+        """The type of a sum over the micro-batches of each lane."""
+        return self._type(result.part, stage, result.part.shape, result.sum_type.dtype)
+
+    def _merging(self, part: StagePart) -> Any:
+        """From the sums of each lane to those of all."""
+        kinds = [self.sum_type(self.pipeline.loop.sums[i], part.stage) for i in part.sums]
+        totals = [self._total_type(self.pipeline.loop.sums[i], part.stage) for i in part.sums]
+
+        def merge(_: Any, totals: Any) -> Any:
+            return [jnp.sum(x, 0, dtype=x.dtype) for x in totals]
+
+        return self.compiled(merge, part.stage, (), totals, outs=[kind.sharding for kind in kinds])
+
+    def piece_type(self, result: LoopResult, stage: int) -> jax.ShapeDtypeStruct:
+        """The type of what a micro-batch makes of a value that is joined, as it lies in a stage."""
+        loop, scale = self.pipeline.loop, self.scale
+        kind = jax.eval_shape(lambda x, scale: scaled(loop, result, x, scale), result.part.aval, scale)
+        return self._type(result.part, stage, kind.shape, kind.dtype)
 
     def _once(self, stage: int, program: Program) -> Any:
         run = self.lowered(program)
@@ -213,7 +267,7 @@ class StageExecutables:
         return self.compiled(call, stage, (), *types, outs=outs)
 
     def _zeros_of(self, part: StagePart) -> Any:
-        kinds = [self.sum_type(self.pipeline.loop.sums[i], part.stage) for i in part.sums]
+        kinds = [self._total_type(self.pipeline.loop.sums[i], part.stage) for i in part.sums]
         outs = [kind.sharding for kind in kinds]
         return self.compiled(
             lambda: [jnp.zeros(kind.shape, kind.dtype) for kind in kinds], part.stage, outs=outs
@@ -224,7 +278,10 @@ class StageExecutables:
         for stage, program in self.pipeline.once.items():
             yield f"once in stage {stage}", 1, program, self.once[stage]
         for (stage, work), part in self.parts.items():
-            yield f"{work.value} of stage {stage}", self.pipeline.loop.how.steps, part.program, part.call
+            times = self.pipeline.schedule.micro_batches
+            yield f"{work.value} of stage {stage}", times, part.program, part.call
+        for (stage, work), merge in self.merges.items():
+            yield f"sums of {work.value} of stage {stage}", 1, self.parts[stage, work].program, merge
         for update in self.updates:
             is_one = update.stage < self.pipeline.schedule.stages
             where = f"update of stage {update.stage}" if is_one else "update of all stages"
@@ -237,6 +294,18 @@ class StageExecutables:
         found = jax.eval_shape(lambda batch: loop.scales(self._pieces(batch)), self._batch)
         return None if found is None else jax.ShapeDtypeStruct((), found.dtype)
 
+    def _scale_in(self, stage: int) -> Any:
+        """The same as it lies in a stage, for each lane."""
+        if self.scale is None or not self.pipeline.lanes:
+            return self.scale
+        shape, place = (self.pipeline.lane_count,), self.share_lies(stage)
+        return jax.ShapeDtypeStruct(shape, self.scale.dtype, sharding=place)
+
+    def share_lies(self, stage: int) -> StagePlace:
+        """How the share of a micro-batch lies in a stage."""
+        lanes, whole = self.pipeline.lanes, self.whole[stage]
+        return NamedSharding(whole.mesh, PartitionSpec(lanes)) if lanes else whole
+
     @property
     def _batch(self) -> list[Any]:
         """The types of the data that is cut."""
@@ -248,25 +317,31 @@ class StageExecutables:
     def _beginning(self) -> Any:
         """From the batch and what is handed on to the micro-batches, what is handed on, and their shares."""
         pipeline, loop = self.pipeline, self.pipeline.loop
-        ahead, count = pipeline.ahead, loop.how.steps
+        ahead, count, lanes = pipeline.ahead, pipeline.schedule.micro_batches, pipeline.lane_count
         following = [ahead.next_state[v] for v in ahead.state]
         run = lower(ahead, (*following, *ahead.outputs))
 
         def call(_: Any, state: Any, batch: Any) -> Any:
             pieces = self._pieces(batch)
             handed = []
-            for _i in range(count):
+            for _i in range(loop.how.steps):
                 found = run(state, ())
                 state = found[: len(following)]
                 handed.append(found[len(following) :])
             scales = loop.scales(pieces)
-            shares = [None if scales is None else scales[i] for i in range(count)]
-            return [[x[i] for x in pieces] for i in range(count)], handed, state, shares
+            if not pipeline.lanes:
+                shares = [None if scales is None else scales[i] for i in range(count)]
+                return [[x[i] for x in pieces] for i in range(count)], handed, state, shares
+            turns = [slice(i * lanes, (i + 1) * lanes) for i in range(count)]
+            shares = [None if scales is None else scales[turn] for turn in turns]
+            handed = [list(map(jnp.stack, zip(*handed[turn], strict=True))) for turn in turns]
+            return [[x[turn] for x in pieces] for turn in turns], handed, state, shares
 
         outs = (
             [[self.lies(v, 0) for v in loop.given]] * count,
             [[self.lies(v, 0) for v in ahead.outputs]] * count,
-            *[self.whole[0]] * 2,
+            self.whole[0],
+            self.share_lies(0),
         )
         return self.compiled(call, 0, (), [v.aval for v in ahead.state], self._batch, outs=outs)
 
@@ -310,19 +385,16 @@ class StageUpdate:
             return stages.typed(v, self.stage)
         if result.is_sum:
             return stages.sum_type(result, self.stage)
-        loop = stages.pipeline.loop
-        found = jax.eval_shape(
-            lambda x, scale: scaled(loop, result, x, scale), result.part.aval, stages.scale
-        )
-        laid = sharding_of(stages.lies(result.part, self.stage))
-        return [found.update(sharding=laid)] * loop.how.steps
+        return [stages.piece_type(result, self.stage)] * stages.pipeline.schedule.micro_batches
 
     def _whole(self, v: Variable, value: Any) -> Any:
         """A result of all micro-batches, put together."""
         result = self.stages.results.get(v)
         if result is None:
             return value
-        return value.astype(v.dtype) if result.is_sum else result.joined(jnp.stack(value))
+        if result.is_sum:
+            return value.astype(v.dtype)
+        return result.joined(jnp.concatenate(value) if self.stages.pipeline.lanes else jnp.stack(value))
 
 
 def scaled(loop: LoopPlan, result: LoopResult, x: Any, scale: Any) -> Any:

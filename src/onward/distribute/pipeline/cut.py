@@ -20,6 +20,7 @@ from onward.core.program import Op, Partition, Program, Variable
 from onward.core.walk import ancestors, needed_ops
 from onward.core.words import Pass
 from onward.develop.accumulation.micro_batches import LoopPlan, LoopResult
+from onward.distribute.pipeline.lanes import of_lane
 from onward.distribute.pipeline.loops import StageLoops, loop_of, shared_out
 from onward.distribute.pipeline.once import ONCE, Place, Work, with_once
 from onward.distribute.pipeline.parts import apart, parts_of
@@ -29,6 +30,7 @@ from onward.distribute.pipeline.stage_specs import (
     Specs,
     batch_axes,
     data_specs,
+    result_specs,
     stack_specs,
     stacked,
     state_specs,
@@ -61,6 +63,7 @@ class Pipeline:
         homes: the stage where each Variable of state lies, and each result; that of stacks, of which each
             stage has a part, is the number of stages.
         partition: the mesh of devices that each stage has, and what they share; None: one device.
+        lanes: the axes of that mesh along which each has micro-batches of its own.
     """
 
     program: Program
@@ -74,6 +77,7 @@ class Pipeline:
     updates: Mapping[tuple[int, int], Program]
     homes: Mapping[Variable, int]
     partition: Partition | None = None
+    lanes: tuple[str, ...] = ()
 
     @property
     def advice(self) -> str:
@@ -99,6 +103,23 @@ class Pipeline:
         return loop_of(self.accumulated)
 
     @cached_property
+    def lane(self) -> Partition | None:
+        """What the devices of one lane share; None where it is one device."""
+        return of_lane(self.partition, self.lanes)
+
+    @cached_property
+    def lane_count(self) -> int:
+        """How many micro-batches a stage works on at once."""
+        return 1 if self.partition is None else prod(self.partition.mesh[axis] for axis in self.lanes)
+
+    @cached_property
+    def in_lanes(self) -> frozenset[Variable]:
+        """What each lane has of its own: what is given and made of its micro-batch."""
+        made = {v for part in self.parts.values() for op in part.ops for v in op.outputs}
+        results = {r.part for r in (*self.results, *self.loop.sums)}
+        return frozenset({*self.loop.given, *self.ahead.outputs, *made, *results}) if self.lanes else frozenset()
+
+    @cached_property
     def readers(self) -> Mapping[Variable, tuple[Work, ...]]:
         """For each value of a micro-batch the works that are given it, in order."""
         found: dict[Variable, tuple[Work, ...]] = {}
@@ -110,9 +131,9 @@ class Pipeline:
     @cached_property
     def state_specs(self) -> Specs:
         """How state and what belongs to it is split over the devices of its stage."""
-        if self.partition is None:
+        if self.lane is None:
             return {}
-        found = state_specs(self.partition, self.accumulated, self._plan, self.once.values())
+        found = state_specs(self.lane, self.accumulated, self._plan, self.once.values())
         return self.loops.with_pieces(found)
 
     @cached_property
@@ -121,8 +142,9 @@ class Pipeline:
         if self.partition is None:
             return {}
         stacks = stack_specs(self.state_specs, self.once.values())
-        data = data_specs(self.partition, self.accumulated, self._plan)
-        return self.loops.with_pieces({**self.state_specs, **stacks, **data})
+        data = {} if self.lane is None else data_specs(self.lane, self.accumulated, self._plan)
+        results = result_specs(self.partition, self._plan)
+        return self.loops.with_pieces({**self.state_specs, **stacks, **data, **results})
 
     @cached_property
     def gathered(self) -> Specs:
@@ -130,9 +152,9 @@ class Pipeline:
 
         Of a stack one layer is read at a time.
         """
-        if self.partition is None:
+        if self.lane is None:
             return {}
-        axes = batch_axes(self.partition, self.loop)
+        axes = batch_axes(self.lane, self.loop.how.split)
         specs = {v: spec for v, spec in self.state_specs.items() if v not in self.loops.alike}
         read = {v: without_axes(spec, axes) for v, spec in specs.items()}
         return {v: spec for v, spec in read.items() if axes_of(spec) != axes_of(self.state_specs[v])}
@@ -219,6 +241,7 @@ def cut(
     schedule: PipelineSchedule,
     homes: Homes,
     partition: Partition | None,
+    lanes: tuple[str, ...],
 ) -> Pipeline:
     """Cut a Program that accumulates into stages, whose forward activations have these homes.
 
@@ -227,7 +250,7 @@ def cut(
     """
     op = next(op for op in accumulated.ops if op.type is ACCUMULATE)
     loop = loops.loop
-    _expect_divided(loops, partition)
+    _expect_divided(loops, of_lane(partition, lanes))
     turn = loop.turn
     _expect_nothing_before(program, loop)
     ahead = _ahead(program, loop)
@@ -250,7 +273,7 @@ def cut(
     before = _before(program, loop, ahead, works)
     statistics = _statistics(accumulated, loop, rest)
     inner = loops, schedule, statistics, before, once, parts, updates
-    return Pipeline(program, accumulated, *inner, placing.homes, partition)
+    return Pipeline(program, accumulated, *inner, placing.homes, partition, lanes)
 
 
 def _statistics(program: Program, loop: LoopPlan, rest: Iterable[Op]) -> Program:
@@ -332,7 +355,7 @@ def _expect_divided(loops: StageLoops, how: Partition | None) -> None:
     """Raise ``ArgumentError`` where the devices of a stage cannot share a micro-batch or a stack."""
     if how is None:
         return
-    loop, axes = loops.loop, batch_axes(how, loops.loop)
+    loop, axes = loops.loop, batch_axes(how, loops.loop.how.split)
     count = prod(how.mesh[axis] for axis in axes)
     if loop.short % count:
         raise ArgumentError(

@@ -8,7 +8,8 @@ work of each stage is a choice of them, and a schedule is nothing but an order.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
 
 from jax.sharding import PartitionSpec
 
@@ -23,7 +24,10 @@ from onward.core.structure import expect_count
 from onward.core.walk import Where
 from onward.core.words import Pass
 from onward.develop.accumulation.accumulate import accumulate
+from onward.develop.batch import WEIGHT, batch_names
+from onward.distribute.partition import constrained
 from onward.distribute.pipeline.cut import Pipeline, cut, homes_of, loops_of
+from onward.distribute.pipeline.lanes import in_lane, lane_axes
 from onward.distribute.pipeline.loops import StageLoops, loop_of
 from onward.distribute.pipeline.rolled import is_rolled, rolled_within, without_loops
 from onward.distribute.pipeline.schedule import schedule_of
@@ -121,11 +125,17 @@ def pipeline(
     expect_count(micro_batches, "pipeline: micro_batches", least=2, of="how many")
     expect_count(data, "pipeline: data", of="how many devices of each stage")
     at = _scopes(at)
-    program, mesh = _apart(program, data)
+    whole = tuple(whole)
+    recipe = recipe_of(program, "at the size of a micro-batch", "Compile it for one device")
+    names = batch_names(program, whole, WEIGHT, recipe.origin.fixed_data)
+    mesh = _mesh(program, data, names)
+    lanes = lane_axes(mesh, recipe.of(constrained), names)
+    steps = _steps(program, micro_batches, names, {} if mesh is None else {a: mesh.mesh[a] for a in lanes})
+    program = _of_lane(program, recipe, lanes)
     recipe = recipe_of(program, "at the size of a micro-batch", "Compile it for one device")
     _expect_fit(program, recipe)
     plain = without_loops(program) if is_rolled(program) else program
-    accumulated = accumulate(plain, micro_batches, whole=whole, is_sum=is_sum)
+    accumulated = accumulate(plain, steps, whole=whole, is_sum=is_sum)
     if not any(op.type is ACCUMULATE for op in accumulated.ops):
         raise ArgumentError(f"pipeline: the batch of {program.name!r} has one row, which cannot be cut.")
     loops = loops_of(plain, accumulated, stages, at)
@@ -134,19 +144,17 @@ def pipeline(
         program = rolled_within(program, plain, homes)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the same was said of the Program without loops
-            accumulated = accumulate(program, micro_batches, whole=whole, is_sum=is_sum)
+            accumulated = accumulate(program, steps, whole=whole, is_sum=is_sum)
         loops = StageLoops(loop_of(accumulated))
-    if data > 1:
-        split = loops.loop.how.split
-        mesh = Partition({"data": data}, dict.fromkeys(split, PartitionSpec("data")))
-    return cut(program, accumulated, loops, order, homes, mesh)
+    return cut(program, accumulated, loops, order, homes, mesh, lanes)
 
 
-def _apart(program: Program, data: int) -> tuple[Program, Partition | None]:
-    """The Program for one device, and how it was partitioned, which each stage is in its place."""
+def _mesh(program: Program, data: int, names: Sequence[str]) -> Partition | None:
+    """The mesh of each stage, and what its devices share."""
     how = program.partition
     if how is None:
-        return program, None
+        examples = dict.fromkeys(names, PartitionSpec("data"))
+        return Partition({"data": data}, examples) if data > 1 else None
     if data > 1:
         raise ArgumentError(
             f"pipeline: data={data}, and {program.name!r} is partitioned over {how}, which says what devices "
@@ -157,8 +165,27 @@ def _apart(program: Program, data: int) -> tuple[Program, Partition | None]:
             f"pipeline: {program.name!r} is partitioned over a mesh with devices, and each stage has its "
             f"own. Give partition the lengths of the axes, {dict(how.mesh)}."
         )
-    recipe = recipe_of(program, "at the size of a micro-batch", "Compile it without stages")
-    return build(recipe.without(partitioned), whole_types(program)), how
+    return how
+
+
+def _steps(program: Program, micro_batches: int, names: Sequence[str], lanes: Mapping[str, int]) -> int:
+    """How many micro-batches all lanes have together."""
+    count = prod(lanes.values())
+    rows = {v.shape[0] for v in program.inputs if v.name in names}
+    if count > 1 and WEIGHT not in names and any(n % (micro_batches * count) for n in rows):
+        raise ArgumentError(
+            f"pipeline: the batch of {program.name!r} has {max(rows)} rows, which {micro_batches} "
+            f"micro-batches for each of {' x '.join(lanes)}={count} do not divide. Feed "
+            f"{micro_batches * count} rows or a multiple, or take fewer micro-batches or devices."
+        )
+    return micro_batches * count
+
+
+def _of_lane(program: Program, recipe: Recipe, lanes: Sequence[str]) -> Program:
+    """The Program for one device, or, with its constraints, for those of a lane."""
+    if program.partition is None:
+        return program
+    return build(in_lane(recipe.without(partitioned), lanes), whole_types(program))
 
 
 def _scopes(at: Iterable[str]) -> Sequence[str]:

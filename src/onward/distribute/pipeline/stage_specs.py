@@ -73,7 +73,7 @@ def stack_specs(specs: Specs, once: Iterable[Program]) -> Specs:
 def data_specs(how: Partition, program: Program, loop: LoopPlan) -> Specs:
     """How data is split, and what has an axis of examples along it."""
     told = {v: how.specs[v.name] for v in (*program.inputs, *loop.turn.inputs) if v.name in how.specs}
-    axes = batch_axes(how, loop)
+    axes = batch_axes(how, loop.how.split)
     split = prod(how.mesh[axis] for axis in axes)
     ops = zip(loop.whole.loop, loop.part.loop, strict=False)
     pairs = [(v, p) for op, part in ops for v, p in zip(op.outputs, part.outputs, strict=False)]
@@ -81,14 +81,21 @@ def data_specs(how: Partition, program: Program, loop: LoopPlan) -> Specs:
     for v, p in pairs:
         grown = [i for i, (n, m) in enumerate(zip(v.shape, p.shape, strict=False)) if n != m]
         rows |= {p: grown[0]} if grown else {}
-    rows |= {r.whole: r.axis for r in loop.joined if r.axis is not None}
     along = {v: PartitionSpec(*[None] * i, axes) for v, i in rows.items() if v.shape[i] % split == 0}
     return (along if axes else {}) | told
 
 
-def batch_axes(how: Partition, loop: LoopPlan) -> tuple[str, ...]:
-    """The axes of the mesh that split the examples of a micro-batch."""
-    specs = (how.specs.get(v.name) for v in loop.turn.inputs if v.name in loop.how.split)
+def result_specs(how: Partition, loop: LoopPlan) -> Specs:
+    """How results are split that have an axis of examples."""
+    axes = batch_axes(how, loop.how.split)
+    split = prod(how.mesh[axis] for axis in axes)
+    rows = {r.whole: r.axis for r in loop.joined if r.axis is not None}
+    return {v: PartitionSpec(*[None] * i, axes) for v, i in rows.items() if axes and v.shape[i] % split == 0}
+
+
+def batch_axes(how: Partition, names: Iterable[str]) -> tuple[str, ...]:
+    """The axes of the mesh that split the examples of data of these names."""
+    specs = (how.specs.get(name) for name in names)
     return next((axes[0] for spec in specs if spec is not None and (axes := axes_of(spec)) and axes[0]), ())
 
 
@@ -98,5 +105,7 @@ def without_axes(spec: PartitionSpec, axes: Iterable[str]) -> PartitionSpec:
     >>> without_axes(PartitionSpec(("data", "model"), "data"), ["data"])
     P('model', None)
     """
-    left = (tuple(a for a in of if a not in set(axes)) for of in axes_of(spec))
-    return PartitionSpec(*((of[0] if len(of) == 1 else of or None) for of in left))
+    free, out = PartitionSpec.UNCONSTRAINED, set(axes)
+    left = (tuple(a for a in of if a not in out) for of in axes_of(spec))
+    pairs = zip(left, spec, strict=True)
+    return PartitionSpec(*(free if was is free else of[0] if len(of) == 1 else of or None for of, was in pairs))

@@ -1,0 +1,71 @@
+"""The lanes of a stage: devices, or groups of them, that each have micro-batches of their own.
+
+Along an axis of the mesh that splits examples and nothing else, the devices of a stage need nothing of each
+other until the update: each adds up what its own micro-batches make, and these sums are added once a step.
+So a pipeline with ``data=2`` takes its batch in twice as many micro-batches, two at a time.
+
+>>> how = Partition({"data": 2, "model": 4}, {"w": PartitionSpec(None, "model"), "x": PartitionSpec("data")})
+>>> lane_axes(how, (), ["x"])
+('data',)
+>>> of_lane(how, ["data"]).mesh
+{'model': 4}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+
+from jax.sharding import PartitionSpec
+
+from onward.core.meshes import axes_of
+from onward.core.program import Applied, Partition, Phase, Recipe
+from onward.distribute.partition import constrained
+from onward.distribute.pipeline.stage_specs import batch_axes, without_axes
+
+
+def lane_axes(
+    how: Partition | None, constraints: Collection[Applied], names: Collection[str]
+) -> tuple[str, ...]:
+    """The axes of a mesh that split examples and nothing else.
+
+    Args:
+        how: what the devices of a stage share.
+        constraints: on activations and gradients.
+        names: the data that is cut into micro-batches.
+    """
+    if how is None:
+        return ()
+    others = {axis for spec in _otherwise(how, constraints, names) for axes in axes_of(spec) for axis in axes}
+    return tuple(axis for axis in batch_axes(how, names) if axis not in others)
+
+
+def _otherwise(
+    how: Partition, constraints: Collection[Applied], names: Collection[str]
+) -> Iterator[PartitionSpec]:
+    """How all but examples is split."""
+    yield from (spec[1:] if name in names else spec for name, spec in how.specs.items())
+    for step in constraints:
+        _, specs, _ = step.arguments
+        yield from (spec[1:] if step.phase is Phase.FORWARD else spec for _, spec in specs)
+
+
+def in_lane(recipe: Recipe, lanes: Collection[str]) -> Recipe:
+    """The recipe of a Program whose constraints speak of no axis of the lanes."""
+    return replace(recipe, steps=tuple(_in_lane(step, lanes) for step in recipe.steps))
+
+
+def _in_lane(step: Applied, lanes: Collection[str]) -> Applied:
+    if step.function is not constrained:
+        return step
+    mesh, specs, must = step.arguments
+    left = tuple((name, without_axes(spec, lanes)) for name, spec in specs)
+    return replace(step, arguments=(mesh, left, must))
+
+
+def of_lane(how: Partition | None, lanes: Collection[str]) -> Partition | None:
+    """What the devices of one lane share; None where it is one device."""
+    mesh = {} if how is None else {axis: n for axis, n in how.mesh.items() if axis not in lanes}
+    if how is None or not mesh:
+        return None
+    return Partition(mesh, {name: without_axes(spec, lanes) for name, spec in how.specs.items()})
