@@ -303,7 +303,9 @@ def test_what_no_pipeline_can_be_made_of_is_refused_by_name(program: Program):
     }.items():
         with pytest.raises(ow.ArgumentError, match=words):
             ow.pipeline(program, *more)
-    with pytest.raises(ow.ArgumentError, match="12 rows, which 3 micro-batches for each of data=3 do not divide"):
+    with pytest.raises(
+        ow.ArgumentError, match="12 rows, which 3 micro-batches for each of data=3 do not divide"
+    ):
         ow.pipeline(program, 2, 3, data=3)
     with pytest.raises(ow.ArgumentError, match="4 devices of its own, and JAX shows 8"):
         ow.compile(ow.pipeline(program, 3, 3, data=4))

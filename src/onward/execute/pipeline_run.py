@@ -46,7 +46,9 @@ class PipelineRun:
         self.made: Values = dict(zip((new for *_, new in pipeline.loop.threaded), last, strict=True))
         self.raw: Values = {}
         self.totals = {place: zeros() for place, zeros in stages.zeros.items()}
-        self.pieces: list[list[Any]] = [[None] * pipeline.schedule.micro_batches for _ in pipeline.loop.joined]
+        self.pieces: list[list[Any]] = [
+            [None] * pipeline.schedule.micro_batches for _ in pipeline.loop.joined
+        ]
 
     def _statistics(self, fed: Mapping[str, Any]) -> dict[str, Any]:
         """The statistics of the whole batch, by their names in a turn and outside of the loop."""

@@ -39,6 +39,24 @@ class StagePart(NamedTuple):
     sends: tuple[Variable, ...]
 
 
+class CompiledPart(NamedTuple):
+    """An executable of a pipeline.
+
+    Attributes:
+        name: in words.
+        times: how often it runs in a step.
+        program: what it computes, or what makes the sums that it adds up.
+        call: the executable.
+        sums: of what micro-batches make, those that it takes sums of.
+    """
+
+    name: str
+    times: int
+    program: Program
+    call: Any
+    sums: tuple[Variable, ...] = ()
+
+
 class StageExecutables:
     """Everything that is compiled of a Pipeline, and where its values lie.
 
@@ -181,7 +199,7 @@ class StageExecutables:
             added = [scaled(loop, loop.sums[i], found[loop.sums[i].part], scale) for i in sums]
             grown = [total + x.astype(total.dtype) for total, x in zip(totals, added, strict=True)]
             given = [scaled(loop, loop.joined[i], found[loop.joined[i].part], scale) for i in pieces]
-            return grown, given, [self._freed(v, found[v], stage) if v in free else found[v] for v in sends]
+            return grown, given, [self._sent(v, found[v], stage, v in free) for v in sends]
 
         call = self._in_lanes(lane, program.inputs, stage)
         types = [[self.typed(v, stage) for v in group] for group in (program.state, program.inputs)]
@@ -224,10 +242,14 @@ class StageExecutables:
         """Whether a value stays in a stage whose devices may share out more of it than its examples."""
         return self.pipeline.lane is not None and self.readers(v) == [stage] and v.ndim > 0
 
-    def _freed(self, v: Variable, value: Any, stage: int) -> Any:
-        """A value whose other dimensions are split as the partitioner finds best."""
-        free, told = PartitionSpec.UNCONSTRAINED, self.pipeline.specs.get(v, PartitionSpec())
-        spec = PartitionSpec(*(axes or free for axes in (*told, *[None] * v.ndim)[: v.ndim]))
+    def _sent(self, v: Variable, value: Any, stage: int, is_free: bool) -> Any:
+        """A value as others read it; if it is free, dimensions are split as the partitioner finds best."""
+        if self.pipeline.lane is None:
+            return value
+        spec = self.pipeline.specs.get(v, PartitionSpec())
+        if is_free:
+            free = PartitionSpec.UNCONSTRAINED
+            spec = PartitionSpec(*(axes or free for axes in (*spec, *[None] * v.ndim)[: v.ndim]))
         return jax.lax.with_sharding_constraint(value, NamedSharding(self.whole[stage].mesh, spec))
 
     def sum_type(self, result: LoopResult, stage: int) -> jax.ShapeDtypeStruct:
@@ -241,13 +263,14 @@ class StageExecutables:
 
     def _merging(self, part: StagePart) -> Any:
         """From the sums of each lane to those of all."""
-        kinds = [self.sum_type(self.pipeline.loop.sums[i], part.stage) for i in part.sums]
-        totals = [self._total_type(self.pipeline.loop.sums[i], part.stage) for i in part.sums]
+        results = [self.pipeline.loop.sums[i] for i in part.sums]
+        kinds = [self.sum_type(result, part.stage) for result in results]
+        given = [self._total_type(result, part.stage) for result in results]
 
         def merge(_: Any, totals: Any) -> Any:
-            return [jnp.sum(x, 0, dtype=x.dtype) for x in totals]
+            return [jnp.sum(total, 0, dtype=total.dtype) for total in totals]
 
-        return self.compiled(merge, part.stage, (), totals, outs=[kind.sharding for kind in kinds])
+        return self.compiled(merge, part.stage, (), given, outs=[kind.sharding for kind in kinds])
 
     def piece_type(self, result: LoopResult, stage: int) -> jax.ShapeDtypeStruct:
         """The type of what a micro-batch makes of a value that is joined, as it lies in a stage."""
@@ -273,19 +296,23 @@ class StageExecutables:
             lambda: [jnp.zeros(kind.shape, kind.dtype) for kind in kinds], part.stage, outs=outs
         )
 
-    def compiled_parts(self) -> Iterator[tuple[str, int, Program, Any]]:
-        """All parts of all stages: in words, how often each runs in a step, its Program, the executable."""
+    def compiled_parts(self) -> Iterator[CompiledPart]:
+        """All parts of all stages."""
+        times = self.pipeline.schedule.micro_batches
         for stage, program in self.pipeline.once.items():
-            yield f"once in stage {stage}", 1, program, self.once[stage]
+            yield CompiledPart(f"once in stage {stage}", 1, program, self.once[stage])
         for (stage, work), part in self.parts.items():
-            times = self.pipeline.schedule.micro_batches
-            yield f"{work.value} of stage {stage}", times, part.program, part.call
-        for (stage, work), merge in self.merges.items():
-            yield f"sums of {work.value} of stage {stage}", 1, self.parts[stage, work].program, merge
+            name, sums = f"{work.value} of stage {stage}", self._summed(part)
+            yield CompiledPart(name, times, part.program, part.call, sums)
+            if (merge := self.merges.get((stage, work))) is not None:
+                yield CompiledPart(f"sums of {name}", 1, part.program, merge, sums)
         for update in self.updates:
             is_one = update.stage < self.pipeline.schedule.stages
-            where = f"update of stage {update.stage}" if is_one else "update of all stages"
-            yield where, 1, update.program, update.call
+            name = f"update of stage {update.stage}" if is_one else "update of all stages"
+            yield CompiledPart(name, 1, update.program, update.call)
+
+    def _summed(self, part: StagePart) -> tuple[Variable, ...]:
+        return tuple(self.pipeline.loop.sums[i].part for i in part.sums)
 
     @cached_property
     def scale(self) -> Any:
@@ -394,7 +421,10 @@ class StageUpdate:
             return value
         if result.is_sum:
             return value.astype(v.dtype)
-        return result.joined(jnp.concatenate(value) if self.stages.pipeline.lanes else jnp.stack(value))
+        if not self.stages.pipeline.lanes:
+            return result.joined(jnp.stack(value))
+        whole = sharding_of(self.stages.whole[self.stage])
+        return result.joined(jax.lax.with_sharding_constraint(jnp.concatenate(value), whole))
 
 
 def scaled(loop: LoopPlan, result: LoopResult, x: Any, scale: Any) -> Any:

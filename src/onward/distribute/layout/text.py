@@ -151,9 +151,6 @@ def code(one: Any) -> str:
 
 def _not_yet(one: Any) -> Iterator[str]:
     """Remarks on what of a layout with stages ``pipeline`` does not do."""
-    c = one.choice
-    if c.stages > 1 and c.data > 1:
-        yield "# Foretold with gradients summed once a step; pipeline sums them with each micro-batch."
     if not one.runs:
         yield f"# The layers are a loop, which {_why(one)}."
 

@@ -117,7 +117,9 @@ class Pipeline:
         """What each lane has of its own: what is given and made of its micro-batch."""
         made = {v for part in self.parts.values() for op in part.ops for v in op.outputs}
         results = {r.part for r in (*self.results, *self.loop.sums)}
-        return frozenset({*self.loop.given, *self.ahead.outputs, *made, *results}) if self.lanes else frozenset()
+        return (
+            frozenset({*self.loop.given, *self.ahead.outputs, *made, *results}) if self.lanes else frozenset()
+        )
 
     @cached_property
     def readers(self) -> Mapping[Variable, tuple[Work, ...]]:

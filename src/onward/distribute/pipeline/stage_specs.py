@@ -108,4 +108,6 @@ def without_axes(spec: PartitionSpec, axes: Iterable[str]) -> PartitionSpec:
     free, out = PartitionSpec.UNCONSTRAINED, set(axes)
     left = (tuple(a for a in of if a not in out) for of in axes_of(spec))
     pairs = zip(left, spec, strict=True)
-    return PartitionSpec(*(free if was is free else of[0] if len(of) == 1 else of or None for of, was in pairs))
+    return PartitionSpec(
+        *(free if was is free else of[0] if len(of) == 1 else of or None for of, was in pairs)
+    )

@@ -60,7 +60,9 @@ def _of_mesh(pipeline: Any) -> Iterator[str]:
         return
     kept = sum(pipeline.bytes_of(v) for stage in stages for v in pipeline.state_of(stage))
     part = kept / max(sum(map(size, pipeline.accumulated.state)), 1)
-    more = "; what is held may be split further" * bool(how.mesh.keys() - batch_axes(how, pipeline.loop.how.split))
+    more = "; what is held may be split further" * bool(
+        how.mesh.keys() - batch_axes(how, pipeline.loop.how.split)
+    )
     yield (
         f"each stage has {how.count} devices ({how}), and bytes are those of one; over all stages it keeps "
         f"{100 * part:.0f} % of its stage's state{more}"

@@ -16,10 +16,10 @@ from jax.sharding import NamedSharding
 
 from onward.core.columns import columns
 from onward.core.errors import ArgumentError, GraphError
-from onward.core.primitives.table import of
 from onward.core.program import Op, Program
 from onward.core.show import human_bytes
 from onward.core.structure import describe
+from onward.core.walk import producers
 from onward.distribute.pipeline.cut import Pipeline
 from onward.execute.pipelined import PipelineStep
 from onward.execute.stage_executables import StageExecutables
@@ -162,21 +162,24 @@ def _of_stages(pipeline: Pipeline) -> Collectives:
     marks, found = defaultdict[Program, Marks](Marks), []
     with _with_lines():
         stages = StageExecutables(pipeline, (), {}, lambda program: marks[program](program))
-    for part, times, program, compiled in stages.compiled_parts():
-        names = {f"state[{i}]": v.name for i, v in enumerate(program.state)}
-        for c in _read(part, compiled.as_text() or "", _shardings(compiled), marks[program].ops):
+    for part in stages.compiled_parts():
+        names = {f"state[{i}]": v.name for i, v in enumerate(part.program.state)}
+        made = producers(part.program)
+        sums = {f"totals[{i}]": made[v] for i, v in enumerate(part.sums) if v in made}
+        ops = {**marks[part.program].ops, **sums}
+        for c in _read(part.name, part.call.as_text() or "", _shardings(part.call), ops):
             values = tuple(_named(v, names) for v in c.values)
-            often = None if c.times is None else times * c.times
-            found.append(replace(c, times=often, values=values, part=part))
+            often = None if c.times is None else part.times * c.times
+            found.append(replace(c, times=often, values=values, part=part.name))
     mesh = {} if pipeline.partition is None else dict(pipeline.partition.mesh)
     name = f"{pipeline.program.name} in {pipeline.schedule.stages} stages"
     return Collectives(name, mesh, _most_first(found))
 
 
 def _named(v: ExchangedValue, names: Mapping[str, str]) -> ExchangedValue:
-    """A value with the names of state in place of its numbers; what gathers it is not of the user's lines."""
+    """A value with the names of state in place of its numbers; only ops of a part have lines of the user."""
     why = re.sub(r"argument (state\[\d+\])", lambda m: names.get(m[1], m[0]), v.why)
-    is_ours = v.op in names or of(v.op).on_mesh
+    is_ours = v.op in names or not v.made_by
     return replace(v, op=names.get(v.op, v.op), why=why, line="" if is_ours else v.line)
 
 

@@ -142,7 +142,7 @@ class _Finder:
         source = operands[i] if i < len(operands) else ""
         told = taker if taker is not None and taker.place else self.instruction
         place = told.place
-        op = self.marked(place)
+        op = self.marked(place) or self.marked(self.text.place_of(source))
         name = place.rpartition("/")[2]
         made_by = op.made_by if op is not None else _pass_of(place)
         return ExchangedValue(
