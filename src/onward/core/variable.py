@@ -85,6 +85,7 @@ class Replicas:
         syncs: whether what is normalized by its batch is normalized by the batch of all devices.
         every: how many steps lie between two exchanges of what is not exchanged at every step.
         weight: the data that says how much each example counts; what it leaves out can be padding.
+        misled: what padding makes another number, in words, and why.
     """
 
     count: int
@@ -92,6 +93,7 @@ class Replicas:
     syncs: bool = True
     every: int = 1
     weight: str | None = None
+    misled: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)

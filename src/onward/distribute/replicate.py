@@ -37,6 +37,7 @@ from onward.derive.update.foreign import append_foreign_update
 from onward.derive.update.update import append_update
 from onward.develop.accumulation.accumulate import accumulation_of, expect_devices
 from onward.develop.batch import WEIGHT, batch_names, data_types
+from onward.develop.over_batch.filled import misled
 from onward.develop.over_batch.own_keys import folded
 from onward.distribute.merge import Average, Devices, Merge, Sum
 from onward.distribute.share import Share, weighed_by
@@ -181,7 +182,7 @@ def _laid_out(
     _expect_update_of_ours(program, recipe, merge)
     _expect_one_batch(program, [program[name] for name in split], replicas)
     with along(replicas):
-        local, share = _forward(program, recipe, replicas, merge, split)
+        local, share, misleading = _forward(program, recipe, replicas, merge, split)
         local = check(share.of_loss(local)) if share is not None and not merge.is_sum else local
         for step in recipe.steps:
             if step.function is append_update:
@@ -192,13 +193,17 @@ def _laid_out(
                 local = share.of_gradients(local) if share is not None else local
                 local = merge.apply(local, group, recipe.steps)
         merged = _with_merged_results(local, group, _grown(program, local), merge, share)
+    replicas = replace(replicas, misled=misleading)
     return check(replace(_with_joined_results(merged, program), replicas=replicas))
 
 
 def _forward(
     program: Program, recipe: Recipe, replicas: Replicas, merge: Merge, split: tuple[str, ...]
-) -> tuple[Program, Share | None]:
-    """The forward pass of one device, traced at its part of the batch, and how much this part counts."""
+) -> tuple[Program, Share | None, tuple[tuple[str, str], ...]]:
+    """The forward pass of one device, traced at its part of the batch.
+
+    With it how much this part counts, if the graph does not tell, and the results that padding misleads.
+    """
     devices, weight = Devices(replicas.name, replicas.count), replicas.weight
     rows = -(-program[split[0]].shape[0] // devices.size) if split else 0
     local = recipe.origin.trace(data_types(program, split, rows))
@@ -206,18 +211,21 @@ def _forward(
     local = opened(local)
     placed = {v: replace(v, placement=Placement.SHARDED) for v in local.inputs if v.name in split}
     local = substitute(local, placed)
-    drawn = None
+    traced, following, drawn = local, None, None
     if rows and devices.size > 1:
 
         def trace(rows: int) -> Program:
             with along(None):
                 return opened(recipe.origin.trace(data_types(program, split, rows)))
 
-        local, drawn = of_whole_batch(trace, local, rows, split, replicas, merge.is_sum)
+        local, following, drawn = of_whole_batch(trace, local, rows, split, replicas, merge.is_sum)
     own = _with_own_keys(local, devices, drawn)
+    merged = check(_with_merged_state(own, devices))
     if weight is None:
-        return check(_with_merged_state(own, devices)), None
-    return check(_with_merged_state(own, devices)), Share(own, own[weight], devices)
+        return merged, None, ()
+    is_told = following is not None and (traced.loss is None or following.is_told(traced, traced.loss))
+    misleading = () if following is None else misled(traced, following, weight)
+    return merged, None if is_told else Share(own, own[weight], devices), misleading
 
 
 def _expect_alike(program: Program) -> None:

@@ -33,10 +33,11 @@ def of_whole_batch(
     split: Collection[str],
     replicas: Replicas,
     is_sum: bool,
-) -> tuple[Program, set[Variable] | None]:
+) -> tuple[Program, Following | None, set[Variable] | None]:
     """The forward Program of one device that computes its share of what the whole batch gives.
 
-    With it what is drawn at random for each example; None where nothing is known of that.
+    With it how its values follow those of the whole, and what is drawn at random for each example; None where
+    nothing is known of that.
 
     Args:
         trace: the function's forward Program for so many examples on one device.
@@ -61,7 +62,7 @@ def of_whole_batch(
         drawn = _drawn_by_one(trace, local, split, devices.size) if rows == 1 else None
         if replicas.syncs and drawn is None:
             warnings.warn(_other_graph(whole, local), stacklevel=user_level())
-        return local, drawn
+        return local, None, drawn
     told = following.reaching(local, [*local.outputs, *local.next_state.values()])
     if told.mixing and replicas.syncs:
         warnings.warn(_said(local, *told.mixing[0], devices.size), stacklevel=user_level())
@@ -74,7 +75,7 @@ def of_whole_batch(
             stacklevel=user_level(),
         )
     made = _scaled(_with_statistics(local, following, devices), following, devices, is_sum)
-    return made, following.drawn
+    return made, following, following.drawn
 
 
 def _out_of_order(whole: Program, local: Program, following: Following) -> list[Variable]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +15,9 @@ import numpy as np
 from onward.core.errors import ArgumentError
 from onward.core.placement import expect_divisible
 from onward.core.program import Program
+from onward.core.source import user_level
 from onward.core.words import Placement
+from onward.develop.over_batch.filled import filled_up
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,7 @@ class Portions:
 
     def __init__(self, program: Program) -> None:
         assert program.replicas is not None
+        self.misled = program.replicas.misled
         self.name, self.weight = program.name, program.replicas.weight
         self.inputs = program.inputs
         self.split = [i for i, v in enumerate(program.inputs) if v.placement is Placement.SHARDED]
@@ -96,6 +100,9 @@ class Portions:
 
         Raises:
             ArgumentError: it does not divide, and there is no weight; or the arrays are not equally long.
+
+        Warns:
+            UserWarning: the loss or a result is another one where the batch is filled up.
         """
         if not self.split or any(not np.shape(values[i]) for i in self.split):
             return None  # what is not an array over examples the checks of a step refuse
@@ -111,7 +118,12 @@ class Portions:
         each = -(-rows // self.devices)
         if self.processes > 1:  # all processes must feed equally much
             each = max(each, self.each)
-        return Filling.of(rows, self.devices, each) if rows and each * self.devices != rows else None
+        if not rows or each * self.devices == rows:
+            return None
+        if self.misled:
+            told = filled_up(self.name, rows, f"{self.devices} devices", self.misled)
+            warnings.warn(told, stacklevel=user_level())
+        return Filling.of(rows, self.devices, each)
 
     def filled(self, values: Sequence[Any], filling: Filling | None) -> list[Any]:
         """The data with the rows at their places."""

@@ -24,7 +24,8 @@ from onward.core.words import Placement
 from onward.develop.accumulation.micro_batches import Accumulation, with_loop
 from onward.develop.accumulation.statistics import KnownOfWhole, OfMicroBatch, own_keys
 from onward.develop.batch import WEIGHT, batch_names, data_types
-from onward.develop.over_batch.known import Following, How
+from onward.develop.over_batch.filled import filled_up, misled
+from onward.develop.over_batch.known import Following, Follows, How
 from onward.develop.over_batch.loss import is_sum as is_sum_of
 from onward.develop.over_batch.walk import follow, where_parted
 
@@ -95,7 +96,8 @@ def accumulate(
         select(program.inputs, [example_weight], "example_weight")
     split = batch_names(program, whole, example_weight, recipe.origin.fixed_data)
     told = True if is_sum or _is_merged_by_sum(recipe) else is_sum
-    how = Accumulation(int(steps), split, example_weight if example_weight in split else None, told)
+    weight = example_weight if example_weight in split else None
+    how = Accumulation(int(steps), split, weight, is_sum=told)
     if any(v.placement is Placement.SHARDED for v in program.inputs):
         kept = select(program.inputs, whole, "whole")
         names = tuple(v.name for v in program.inputs if v not in kept)
@@ -112,13 +114,15 @@ def accumulate(
     data = data_types(program, how.split, count * how.steps if is_free else how.whole_rows(program))
     how = _told(recipe, program, data, how)
     step = Applied(accumulated, (how,), {}, Phase.MICRO_BATCHES, lays_out_batch=True)
-    now = None if is_free or how.stand_ins else lambda: _looped(program, recipe, how)
-    return laid_out(recipe, step, data, now)
+    is_other = is_free or how.stand_ins or how.is_filled(program)
+    return laid_out(recipe, step, data, None if is_other else lambda: _looped(program, recipe, how))
 
 
 def accumulated(recipe: Recipe, data: tuple[Any, ...], how: Accumulation) -> Program:
     """The Program of a recipe that takes its batch in these micro-batches."""
     program = build(recipe, data)
+    if how.is_filled(program):
+        _expect_filled(program, how)
     if not how.stand_ins or _is_one(program, how):
         return _looped(program, recipe, how)
     recipe = replace(recipe, origin=OfMicroBatch(recipe.origin, how.stand_ins))
@@ -149,32 +153,53 @@ def _told(recipe: Recipe, program: Program, data: tuple[Any, ...], how: Accumula
     if _is_one(whole, how):
         return how
     whole, part = _both(recipe, program, whole, how)
-    known = KnownOfWhole(whole, part, is_left=how.weight is not None or how.is_sum is not None)
-    following = follow(whole, part, how.steps, how.split, known.can_have, in_turn=True)
-    if following is None and how.is_sum is None:
+    is_left = how.is_sum is not None
+    by_share = replace(how, by_share=how.weight is not None)
+    told, following = _walked(whole, part, by_share if is_left else how, is_left)
+    if following is None and not is_left:
         warnings.warn(_other_graph(whole, part), stacklevel=user_level())
     if following is None or part.signature is None:
-        return how
+        return by_share
+    if is_left:
+        return told
+    results = [v for v in part.signature.result.variables if v is not part.loss]
+    _expect_apart(part, following, how.steps)
+    _expect_merged(part, following, results)
+    told = replace(told, is_sum=is_sum_of(part, following, "accumulate takes the mean over micro-batches"))
+    return told if how.weight is None else _weighed(whole, part, told, by_share, following)
+
+
+def _walked(
+    whole: Program, part: Program, how: Accumulation, is_left: bool
+) -> tuple[Accumulation, Following | None]:
+    """How results follow from those of the micro-batches; nothing if they are not the same ops."""
+    known = KnownOfWhole(whole, part, is_left)
+    following = follow(whole, part, how.steps, how.split, known.can_have, in_turn=True)
+    if following is None or part.signature is None:
+        return how, following
     after, handed = known.after_the_loop(whole, part, following)
     following = following.without(after)
-    results, is_weighed = part.signature.result.variables, how.weight is not None
+    results = part.signature.result.variables
     told = {v.name: following.found[v] for v in (*results, *handed)}
     how = replace(
         how,
         stand_ins=(*known.stand_ins(part, following, how.steps), *own_keys(part, following, how.split)),
         behind=frozenset(op.outputs[0].name for op in after),
-        told=tuple((name, f) for name, f in told.items() if f.kind is not How.MEAN or not is_weighed),
+        told=tuple((name, f) for name, f in told.items() if not (how.by_share and f == Follows(How.MEAN))),
     )
     whole_numbers = known.known_counts(following).difference(map(producers(part).get, results))
-    following = following.without_numbers(whole_numbers, known.values)
-    if how.is_sum is None:
-        _expect_apart(part, following, how.steps, is_weighed)
-    if is_weighed:
-        return how
-    if how.is_sum is None:
-        _expect_merged(part, following, [v for v in results if v is not part.loss])
-        how = replace(how, is_sum=is_sum_of(part, following, "accumulate takes the mean over micro-batches"))
-    return how
+    return how, following.without_numbers(whole_numbers, known.values)
+
+
+def _weighed(
+    whole: Program, part: Program, told: Accumulation, by_share: Accumulation, following: Following
+) -> Accumulation:
+    """How a batch is cut whose examples have weights: as the graph tells, by their share if it does not."""
+    if part.loss is not None and not following.is_told(part, part.loss):
+        by_share, _ = _walked(whole, part, by_share, is_left=True)
+        told = replace(by_share, is_sum=told.is_sum)
+    assert told.weight is not None
+    return replace(told, misled=misled(part, following, told.weight))
 
 
 def _both(recipe: Recipe, program: Program, whole: Program, how: Accumulation) -> tuple[Program, Program]:
@@ -208,14 +233,16 @@ def _other_graph(whole: Program, part: Program) -> str:
     )
 
 
-def _expect_apart(part: Program, following: Following, steps: int, weighed: bool) -> None:
-    """Warn where what a micro-batch returns or carries on needs the examples of others.
+def _expect_filled(program: Program, how: Accumulation) -> None:
+    """Warn of results that are other ones where the batch is filled up."""
+    if how.misled:
+        told = filled_up(program.name, how.whole_rows(program), f"{how.steps} micro-batches", how.misled)
+        warnings.warn(told, stacklevel=user_level())
 
-    ``weighed``: what the loss makes of its examples is told by their weights.
-    """
-    told = [v for v in part.outputs if not (weighed and v is part.loss)]
-    carried = () if weighed else part.next_state.values()
-    near = following.reaching(part, [*told, *carried])
+
+def _expect_apart(part: Program, following: Following, steps: int) -> None:
+    """Warn where what a micro-batch returns or carries on needs the examples of others."""
+    near = following.reaching(part, [*part.outputs, *part.next_state.values()])
     meant = "If it is meant so: is_sum=False, or True for a sum over examples."
     for op, why in near.mixing[:1]:
         warnings.warn(
@@ -231,7 +258,7 @@ def _expect_apart(part: Program, following: Following, steps: int, weighed: bool
             f"whole batch. Normalize every example by itself (layer_norm, group_norm). {meant}",
             stacklevel=user_level(),
         )
-    for v in following.out_of_order(v for v in told if v not in part.constants)[:1]:
+    for v in following.out_of_order(v for v in part.outputs if v not in part.constants)[:1]:
         warnings.warn(
             f"{part.name}: the result {v.name!r} holds the examples several times, or counts them from 0, "
             f"and each of {steps} micro-batches lays its own beside each other: it differs from that of the "

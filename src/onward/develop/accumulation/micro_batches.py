@@ -42,20 +42,29 @@ class Accumulation:
     Attributes:
         steps: how many.
         split: the names of the data that is cut.
-        weight: the data that says how much each example counts.
+        weight: the data that says how much each example counts, which is 0 where the batch is filled up.
+        by_share: micro-batches count as much as the weights of their examples; else as the graph tells.
         is_sum: whether the loss is a sum over examples, not a mean; None until the graph has told.
         behind: the forward ops that run once, after the loop, by their first results.
         told: how the results, and what these ops read, follow from those of the micro-batches, by name.
         stand_ins: the values that the forward pass reads in place of those of its micro-batch.
+        misled: what is another number where the batch is filled up, in words, and why.
     """
 
     steps: int
     split: tuple[str, ...]
     weight: str | None = None
+    by_share: bool = False
     is_sum: bool | None = None
     behind: frozenset[str] = frozenset()
     told: tuple[tuple[str, Follows], ...] = ()
     stand_ins: tuple[StandIn, ...] = ()
+    misled: tuple[tuple[str, str], ...] = ()
+
+    def is_filled(self, program: Program) -> bool:
+        """Whether micro-batches of a Program have to be filled up with examples of weight 0."""
+        count = 1 if program.replicas is None else program.replicas.count
+        return self.whole_rows(program) % (self.steps * count) != 0
 
     def rows(self, program: Program) -> int:
         """How long the batch of a Program is; on many devices, that of each."""
@@ -355,7 +364,7 @@ class LoopPlan:
         """The share of each micro-batch in the weights of all, of all devices; None without weights."""
         pairs = zip(self.given, pieces, strict=True)
         weights = next((x for v, x in pairs if v.name == self.how.weight), None)
-        if weights is None:
+        if weights is None or not self.how.by_share:
             return None
         loss, replicas = self.whole.program.loss, self.whole.program.replicas
         dtype = jnp.promote_types(weights.dtype, np.float32 if loss is None else loss.dtype)

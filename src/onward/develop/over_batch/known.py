@@ -73,6 +73,7 @@ class Following:
         normalizing: ops that give the examples a statistic that the parts cannot have.
         bent: ops that are not linear in a statistic that the parts cannot have.
         drawn: what is made of a random key for each example, by ops that read the key.
+        counted: ops with numbers in them, or reading constants, that count the examples.
     """
 
     found: dict[Variable, Follows]
@@ -83,6 +84,14 @@ class Following:
     normalizing: list[Op] = field(default_factory=list)
     bent: list[Op] = field(default_factory=list)
     drawn: set[Variable] = field(default_factory=set)
+    counted: set[Op] = field(default_factory=set)
+
+    def is_told(self, program: Program, v: Variable) -> bool:
+        """Whether a value is the mean of those of the parts, or their sum, and all they need is known."""
+        near, found = self.reaching(program, [v]), self.found[v]
+        is_mean = found.kind is How.MEAN and found.power in (0, 1)
+        unknown = near.mixing or near.normalizing or near.bent or near.counting(program)
+        return (is_mean or found == SAME) and not unknown
 
     def out_of_order(self, variables: Iterable[Variable]) -> list[Variable]:
         """Those that are not the parts' laid end to end: they count examples, or hold all several times."""

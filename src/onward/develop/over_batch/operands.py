@@ -39,6 +39,7 @@ class Operands:
         if not _is_inexact(mine) and self._is_index(is_added):
             return SAME
         power = power_between(mine, theirs, self.walk.parts) if _is_inexact(mine) or is_added else None
+        self.walk.result.counted.add(self.op)
         if power is None:
             self._take_numbers()
         return Follows(How.SAME, power or 0)

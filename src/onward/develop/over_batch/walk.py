@@ -141,7 +141,7 @@ class Follower(BatchWalk):
             has_own_axis=not in_turn and any(op.body.collectives for op in whole.ops),
             in_turn=in_turn,
         )
-        self.pairs, self.rows, self.equal = pairs, rows, equal_variables(part)
+        self.pairs, self.rows, self.part, self.equal = pairs, rows, part, equal_variables(part)
         for v, other in zip(part.constants, whole.constants, strict=False):
             self.like[v] = other
             self.result.found[v] = self._constant(v, part.constants[v], whole.constants[other])
@@ -168,6 +168,11 @@ class Follower(BatchWalk):
         if power is None:
             self.result.constants[v] = theirs
         return Follows(How.SAME, power or 0)
+
+    def _counts(self, v: Variable) -> bool:
+        """Whether it is a constant that is as many times as large in the whole, or as small."""
+        found = self.result.found[v]
+        return v in self.part.constants and found.kind is How.SAME and found.power != 0
 
     def followed(self) -> Following:
         """The walk over all ops."""
@@ -202,6 +207,8 @@ class Follower(BatchWalk):
         calls = list(op.body.calls)
         if len(calls) != 1:
             return [self.by_shape(v, OWN) for v in op.outputs]
+        if any(v in self.result.constants or self._counts(v) for v in op.inputs):
+            self.result.counted.add(op)
         given = Operands(self, op, other)
         if calls[0].inner and not of(calls[0].primitive).update:
             return within(self, self.inner, op, other, calls[0], given)

@@ -74,6 +74,8 @@ class _BodyWalk:
             self.mixing = f"{told[0]} within" if told else self.mixing
             return None
         assert following is not None
+        if following.counted:
+            self.walk.result.counted.add(self.op)
         return [following.found[v] for v in part.outputs]
 
     def cond(self, values: Sequence[Follows]) -> list[Follows] | None:

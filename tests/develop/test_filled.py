@@ -1,0 +1,157 @@
+"""What ``example_weight`` does to a loss and to results, in whole batches and in those that are filled up."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import onward as ow
+
+RNG = np.random.default_rng(0)
+X, Y = RNG.normal(size=(16, 3)), RNG.normal(size=16)
+WEIGHT = np.array([2.0, 1, 0, 0, 1, 1, 0.5, 2, 0, 1, 2, 1, 0, 0, 3, 1])
+PARAMS = {"w": RNG.normal(size=(3, 3)), "out": RNG.normal(size=3)}
+
+LOSSES = {
+    "mean": lambda e, w: jnp.sum(e * w) / jnp.sum(w),
+    "sum": lambda e, w: jnp.sum(e * w),
+    "product": lambda e, w: e @ w / jnp.maximum(jnp.sum(w), 1),
+    "weights of sum 1": lambda e, w: jnp.sum(e * (w / jnp.sum(w))),
+    "a sum and a number": lambda e, w: jnp.sum(e * w) / (jnp.sum(w) + 0.1),
+    "chosen": lambda e, w: jnp.mean(e, where=w > 0),
+    "average": lambda e, w: jnp.average(e, weights=w),
+}
+BY_ROWS = {
+    "mean of products": lambda e, w: jnp.mean(e * w),
+    "two means": lambda e, w: jnp.sum(e * w) / jnp.sum(w) + 0.1 * jnp.mean(e * w),
+}
+WITHOUT = {
+    "mean": lambda e, w: jnp.mean(e),
+    "sum": lambda e, w: jnp.sum(e),
+    "weighed by half": lambda e, w: jnp.sum(e * w) / jnp.sum(w) + 0.1 * jnp.sum(e),
+}
+LAYOUTS = {
+    "accumulate": lambda program: ow.accumulate(program, 4),
+    "replicate": lambda program: ow.replicate(program, 4),
+    "accumulate after replicate": lambda program: ow.accumulate(ow.replicate(program, 2), 2),
+    "replicate after accumulate": lambda program: ow.replicate(ow.accumulate(program, 2), 2),
+    "pipeline": lambda program: ow.pipeline(program, 2, 2, data=2),
+}
+
+
+def each(params, x, y):
+    return (jnp.tanh(x @ params["w"]) @ params["out"] - y) ** 2
+
+
+def trained(made, rows):
+    step = ow.compile(made)
+    state, out = step(step.init(PARAMS), X[:rows], Y[:rows], WEIGHT[:rows])
+    return {**{name: state[name] for name in PARAMS}, "loss": out.loss, "aux": out.aux}
+
+
+def program_of(loss, rows, results=lambda e, w: ()):
+    def function(params, x, y, example_weight):
+        e = each(params, x, y)
+        return loss(e, example_weight), results(e, example_weight)
+
+    return ow.SGD(0.1).minimize(function, PARAMS, X[:rows], Y[:rows], WEIGHT[:rows], has_aux=True)
+
+
+def expect_equal(found, wanted):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), found, wanted)
+
+
+@pytest.fixture(autouse=True)
+def in_double():
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("rows", [16, 14])
+def test_losses_that_weigh_their_examples_are_those_of_one_device(layout, rows):
+    for loss in [*LOSSES.values(), *(BY_ROWS.values() if rows == 16 else ())]:
+        program = program_of(loss, rows)
+        expect_equal(trained(LAYOUTS[layout](program), rows), trained(program, rows))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_losses_without_weights_are_those_of_one_device_where_nothing_is_filled_up(layout):
+    for loss in WITHOUT.values():
+        program = program_of(loss, 16)
+        expect_equal(trained(LAYOUTS[layout](program), 16), trained(program, 16))
+
+
+@pytest.mark.parametrize(
+    ("losses", "why"), [(BY_ROWS, "is divided by the number of rows"), (WITHOUT, "without their weight")]
+)
+def test_a_loss_that_is_another_one_where_the_batch_is_filled_up_is_warned_of(losses, why):
+    for loss in losses.values():
+        program = program_of(loss, 14)
+        for parts, layout in {"4 micro-batches": "accumulate", "4 devices": "replicate"}.items():
+            said = f"14 examples are filled up with examples of weight 0 for {parts}, and the loss .*{why}"
+            with pytest.warns(UserWarning, match=said):
+                trained(LAYOUTS[layout](program), 14)
+
+
+def results(e, w):
+    total = jnp.sum(w)
+    return {
+        "weights": total,
+        "sum": jnp.sum(e * w),
+        "hits": jnp.sum((e > 0.5) * w),
+        "share": jnp.sum((e > 0.5) * w) / total,
+        "count": jnp.sum((w > 0) & (e > 0.5)),
+        "largest": jnp.max(w),
+        "each": e,
+    }
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("rows", [16, 14])
+def test_results_beside_the_loss_are_those_of_one_device(layout, rows):
+    program = program_of(LOSSES["mean"], rows, results)
+    expect_equal(trained(LAYOUTS[layout](program), rows), trained(program, rows))
+
+
+def test_results_that_do_not_weigh_are_right_in_whole_batches_and_named_in_others():
+    def plain(e, w):
+        return {"mean": jnp.mean(e), "weight": jnp.mean(w), "sum": jnp.sum(e), "count": jnp.sum(e > 0.5)}
+
+    program = program_of(LOSSES["mean"], 16, plain)
+    for layout in LAYOUTS.values():
+        expect_equal(trained(layout(program), 16), trained(program, 16))
+    program = program_of(LOSSES["mean"], 14, plain)
+    for layout in (LAYOUTS["accumulate"], LAYOUTS["replicate"]):
+        with pytest.warns(
+            UserWarning, match=r"the result '\w+' .* so are (the result '\w+'( and )?){3}\. Mul"
+        ):
+            found = trained(layout(program), 14)
+        expect_equal(found | {"aux": ()}, trained(program, 14) | {"aux": ()})
+
+
+def test_a_step_warns_when_it_meets_a_batch_that_is_filled_up():
+    step = ow.compile(ow.replicate(program_of(BY_ROWS["mean of products"], 16), 4))
+    state, _ = step(step.init(PARAMS), X, Y, WEIGHT)
+    with pytest.warns(UserWarning, match="14 examples are filled up"):
+        step(state, X[:14], Y[:14], WEIGHT[:14])
+
+
+def test_a_loss_that_nothing_is_known_of_is_warned_of_and_weighed_by_shares():
+    """The mean of the micro-batches' losses, weighed by their weights: what a log of a mean is not."""
+    program = program_of(lambda e, w: jnp.log(jnp.sum(e * w) / jnp.sum(w)), 16)
+    with pytest.warns(UserWarning, match="neither a mean over examples nor a sum: 'log'"):
+        step = ow.compile(ow.accumulate(program, 4))
+    _, out = step(step.init(PARAMS), X, Y, WEIGHT)
+    e, parts = np.asarray(each(PARAMS, X, Y)), np.split(np.arange(16), 4)
+    shares = [WEIGHT[rows].sum() / WEIGHT.sum() for rows in parts]
+    means = [np.log((e[rows] * WEIGHT[rows]).sum() / WEIGHT[rows].sum()) for rows in parts]
+    np.testing.assert_allclose(out.loss, np.dot(shares, means), rtol=1e-10)
+
+
+def test_people_who_say_what_their_loss_is_are_left_to_it():
+    program = program_of(LOSSES["sum"], 16)
+    expect_equal(trained(ow.accumulate(program, 4, is_sum=True), 16), trained(program, 16))
+    left, told = (ow.accumulate(program_of(LOSSES["mean"], 16), 4, is_sum=said) for said in (False, None))
+    expect_equal(trained(left, 16), trained(told, 16))
+    assert [any(op.type == "of_whole_batch" for op in made.ops) for made in (left, told)] == [False, True]
