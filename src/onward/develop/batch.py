@@ -1,8 +1,8 @@
-"""Which data is as long as the batch, and the types of all data for a batch of another length."""
+"""Which data is as long as the batch, the types of all data for another length, and batches that are filled up."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from onward.core.jaxprs.equations import Type
@@ -43,3 +43,14 @@ def data_types(program: Program, split: Collection[str], rows: int) -> tuple[Any
         return Type((rows, *v.shape[1:]) if follows(v) else v.shape, v.dtype)
 
     return tuple(s.unflatten(map(kind, s.variables)) for s in program.signature.data)
+
+
+def filled_up(name: str, rows: int, parts: str, whys: Sequence[tuple[str, str]]) -> str:
+    """The warning for what is misled in a Program of this name, with a batch of so many rows."""
+    (what, why), *others = whys
+    more = f"; so are {' and '.join(other for other, _ in others)}" if others else ""
+    return (
+        f"{name}: {rows} examples are filled up with examples of weight 0 for {parts}, and {what} {why}, so "
+        f"that it is another number than that of the {rows}{more}. Multiply each example by its weight, and "
+        "divide by the sum of the weights: jnp.sum(w * e) / jnp.sum(w)."
+    )

@@ -5,7 +5,7 @@
 The forward and backward pass are traced again at one device's part of the batch. Collective ops merge each
 gradient along ``program.gradients``; every device then makes the same update. What a network draws at random
 differs from device to device, what it reports is averaged. Where data named ``example_weight`` says how much
-each example counts, devices count as much as their examples do.
+each example counts, a batch is filled up with examples of weight 0.
 """
 
 from __future__ import annotations
@@ -60,9 +60,10 @@ def replicate(
     statistics of the batch, in whatever library. A result that is an array over examples is joined. What has
     every example look at others (a sort, all pairs) sees those of its device only, which a warning says. Any
     other float is averaged over the devices, an integer is summed. If the function takes
-    ``example_weight``, an array [batch] or [batch, ...], results and gradients are means weighted by it, and
-    a batch that the devices do not divide is filled up with examples of weight 0. What does not look at the
-    weight (a sum of its own, the statistics of batch normalization) sees what fills up as well.
+    ``example_weight``, an array [batch] or [batch, ...], a batch that the devices do not divide is filled up
+    with examples of weight 0. What does not look at the weight (a sum of its own, the statistics of batch
+    normalization), or divides by the number of rows, sees what fills up as well: the step warns of it when it
+    is fed such a batch. Of a loss of which nothing is known devices count as much as their weights.
 
     Args:
         program: a training Program, or a test Program to evaluate.

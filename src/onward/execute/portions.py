@@ -17,7 +17,7 @@ from onward.core.placement import expect_divisible
 from onward.core.program import Program
 from onward.core.source import user_level
 from onward.core.words import Placement
-from onward.develop.over_batch.filled import filled_up
+from onward.develop.batch import filled_up
 
 
 @dataclass(frozen=True)

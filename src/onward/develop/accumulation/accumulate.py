@@ -23,8 +23,8 @@ from onward.core.walk import Where, producers, select
 from onward.core.words import Placement
 from onward.develop.accumulation.micro_batches import Accumulation, with_loop
 from onward.develop.accumulation.statistics import KnownOfWhole, OfMicroBatch, own_keys
-from onward.develop.batch import WEIGHT, batch_names, data_types
-from onward.develop.over_batch.filled import filled_up, misled
+from onward.develop.batch import WEIGHT, batch_names, data_types, filled_up
+from onward.develop.over_batch.filled import misled
 from onward.develop.over_batch.known import Following, Follows, How
 from onward.develop.over_batch.loss import is_sum as is_sum_of
 from onward.develop.over_batch.walk import follow, where_parted
@@ -48,9 +48,10 @@ def accumulate(
     the forward pass carries (statistics, random keys, counters) goes from one micro-batch to the next; from a
     key that all have, each draws numbers of its own for its examples. A statistic of data alone, such as how
     many tokens a mask lets count, is computed before the loop, and ``of_whole_batch`` in the printout. If the
-    function takes ``example_weight``, an array [batch] or [batch, ...], results and gradients are means
-    weighted by it, and a batch that does not divide is filled up with examples of weight 0. What normalizes
-    by statistics of activations sees one micro-batch at a time, which is warned of.
+    function takes ``example_weight``, an array [batch] or [batch, ...], a batch that does not divide is
+    filled up with examples of weight 0; of a loss of which nothing is known micro-batches count as much as
+    their weights. What normalizes by statistics of activations sees one micro-batch at a time, which is
+    warned of.
 
     Only what the loop hands out can be fetched: gradients, the loss, the outputs. The Program that it runs
     is ``op.subprograms["micro_batch"]`` of the op ``accumulate``.
@@ -76,8 +77,9 @@ def accumulate(
         UserWarning: the loss is neither (the root of a mean, a quotient by a sum of activations, a sum times
             a number that counts the batch otherwise than a mean does), so that the mean over micro-batches is
             not the loss of the big batch; examples see each other, as in a graph whose nodes are the batch,
-            or by batch normalization; a result holds all of them several times, or numbers them; or the
-            function is another one for a micro-batch.
+            or by batch normalization; a result holds all of them several times, or numbers them; the
+            function is another one for a micro-batch; or a batch is filled up, and the loss or a result does
+            not weigh its examples, or is divided by their number.
 
     Source: Huang et al., GPipe, 2019, section 2.2 (micro-batches whose gradients are summed before one
     update).

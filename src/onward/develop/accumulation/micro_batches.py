@@ -338,7 +338,7 @@ class LoopPlan:
         run = lower(turn, [*(new for _, new, _ in self.threaded), *turn.outputs], scopes=own_scopes(turn))
         found = run([env[v] for v in turn.state], [env[v] for v in turn.inputs])
         pairs = zip((*self.sums, *self.joined), found[count:], strict=True)
-        scaled = [self.scaled(x, scale) if r.is_weighed else x for r, x in pairs]
+        scaled = [self.share(r, x, scale) for r, x in pairs]
         return list(map(_strong, found[:count])), scaled[: len(self.sums)], scaled[len(self.sums) :]
 
     def pieces(self, env: Values) -> list[Any]:
@@ -374,8 +374,10 @@ class LoopPlan:
         total = jnp.sum(each)
         return jnp.where(total == 0, 1 / self.how.steps, each / jnp.where(total == 0, 1, total))
 
-    def scaled(self, x: Any, scale: Any) -> Any:
-        """The part of a mean that a micro-batch adds; 0 if none of its examples counts, even if it is NaN."""
+    def share(self, result: LoopResult, x: Any, scale: Any) -> Any:
+        """The share of a micro-batch in a result; of a mean 0 if none of its examples counts, even if NaN."""
+        if not result.is_weighed:
+            return x
         wide = x.astype(jnp.promote_types(x.dtype, np.float32))
         if scale is None:
             return wide * (1 / self.how.steps)

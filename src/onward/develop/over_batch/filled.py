@@ -18,8 +18,6 @@ the result 'reduce_sum_1' adds up examples without their weight
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from onward.core.program import Program, Variable
 from onward.core.walk import ancestors
 from onward.develop.over_batch.known import Following, How
@@ -29,7 +27,7 @@ _PLAIN = "adds up examples without their weight"
 
 
 def misled(part: Program, following: Following, weight: str) -> tuple[tuple[str, str], ...]:
-    """What is another number where the batch is filled up, in words, the loss first, and why.
+    """The loss and results that are other numbers where the batch is filled up, in words, and why.
 
     Args:
         part: the forward Program of a part of the batch.
@@ -56,14 +54,3 @@ def _why(part: Program, following: Following, weight: str, result: Variable) -> 
         if op in following.counted and not needed.isdisjoint(op.outputs):
             return _COUNTED
     return ""
-
-
-def filled_up(name: str, rows: int, parts: str, whys: Sequence[tuple[str, str]]) -> str:
-    """The warning for what is misled in a Program of this name, with a batch of so many rows."""
-    (what, why), *others = whys
-    more = f"; so are {' and '.join(other for other, _ in others)}" if others else ""
-    return (
-        f"{name}: {rows} examples are filled up with examples of weight 0 for {parts}, and {what} {why}, so "
-        f"that it is another number than that of the {rows}{more}. Multiply each example by its weight, and "
-        "divide by the sum of the weights: jnp.sum(w * e) / jnp.sum(w)."
-    )

@@ -104,7 +104,7 @@ class Pipeline:
 
     @cached_property
     def lane(self) -> Partition | None:
-        """What the devices of one lane share; None where it is one device."""
+        """The mesh that the devices of one lane share; None where it is one device."""
         return of_lane(self.partition, self.lanes)
 
     @cached_property
@@ -114,12 +114,12 @@ class Pipeline:
 
     @cached_property
     def in_lanes(self) -> frozenset[Variable]:
-        """What each lane has of its own: what is given and made of its micro-batch."""
+        """The values that each lane has of its own: all that is given and made of its micro-batch."""
+        if not self.lanes:
+            return frozenset()
         made = {v for part in self.parts.values() for op in part.ops for v in op.outputs}
-        results = {r.part for r in (*self.results, *self.loop.sums)}
-        return (
-            frozenset({*self.loop.given, *self.ahead.outputs, *made, *results}) if self.lanes else frozenset()
-        )
+        results = (r.part for r in (*self.results, *self.loop.sums))
+        return frozenset({*self.loop.given, *self.ahead.outputs, *made, *results})
 
     @cached_property
     def readers(self) -> Mapping[Variable, tuple[Work, ...]]:

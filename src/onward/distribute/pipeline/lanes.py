@@ -64,7 +64,7 @@ def _in_lane(step: Applied, lanes: Collection[str]) -> Applied:
 
 
 def of_lane(how: Partition | None, lanes: Collection[str]) -> Partition | None:
-    """What the devices of one lane share; None where it is one device."""
+    """The mesh that the devices of one lane share; None where it is one device."""
     mesh = {} if how is None else {axis: n for axis, n in how.mesh.items() if axis not in lanes}
     if how is None or not mesh:
         return None

@@ -59,9 +59,9 @@ def pipeline(
 
     Each stage holds a part of the parameters, with what the optimizer keeps of them, and a batch goes through
     the stages in micro-batches, forward and back. The numbers are those of ``accumulate(program,
-    micro_batches)``, whatever the schedule, and for a loss that is a mean or a sum over examples those of the
-    whole batch on one device. ``compile`` makes a step of it; ``print`` shows what each stage holds and
-    sends, and what it does when.
+    micro_batches * data)``, whatever the schedule, and for a loss that is a mean or a sum over examples those
+    of the whole batch on one device. ``compile`` makes a step of it; ``print`` shows what each stage holds
+    and sends, and what it does when.
 
     The forward pass is cut where the stages cost about the same, counted in operations and bytes, and of such
     cuts where the fewest bytes are sent. A parameter lies in the first stage that reads it; if others read it
@@ -78,16 +78,18 @@ def pipeline(
     Args:
         program: a training Program, as ``minimize`` makes it, for one device.
         stages: how many.
-        micro_batches: how many parts each batch is cut into; at least as many as stages, better four times.
+        micro_batches: how many a stage works on, one after the other; at least as many as stages, better
+            four times.
         schedule: ``"gpipe"``, ``"1f1b"`` or ``"zero_bubble"``: the order of the work of each stage, which
             decides how long stages wait and how many micro-batches they hold. The results are equal to the
             bit.
         at: the scopes with which all stages but the first begin (``jax.named_scope``), as names or patterns.
         whole: data that every micro-batch gets whole, as in ``accumulate``.
         is_sum: the loss is a sum over examples, as in ``accumulate``; as the graph tells unless given.
-        data: how many devices each stage has. They share the examples of a micro-batch; each has all of the
-            stage's parameters, and JAX's partitioner sums their gradients. To split parameters too, partition
-            the Program: its mesh is that of each stage.
+        data: how many devices each stage has. Each works on micro-batches of its own, so that a batch is cut
+            into ``micro_batches * data``, and has all of the stage's parameters; what they add up of
+            gradients is summed once a step. To split parameters too, partition the Program: its mesh is that
+            of each stage, and along axes that split examples and nothing else it is as with ``data``.
 
     Raises:
         ArgumentError: an unknown schedule; more stages than the forward pass can be cut into; stages that do
