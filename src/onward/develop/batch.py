@@ -1,4 +1,4 @@
-"""Which data is as long as the batch, the types of all data for another length, and batches that are filled up."""
+"""Which data is as long as the batch, its types at another length, and the words for a batch filled up."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ class StageExecutables(StagePlaces):
         return StagePart(stage, program, made, sums, pieces, sends)
 
     def _in_lanes(self, run: Any, inputs: Sequence[Variable], stage: int) -> Any:
-        """The function of one lane, from sums, state, inputs and a scale, for all lanes of a stage at once."""
+        """The function of one lane, from sums, state, inputs and a scale, for all of a stage at once."""
         pipeline = self.pipeline
         if not pipeline.lanes:
             return run
