@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 
 from onward.core.cost import cost, size
 from onward.core.jaxprs.loops import carry_of
-from onward.core.primitives.traits import Runs
 from onward.core.program import Op, Program, Variable
 from onward.core.turn import ScanTurn
 from onward.core.walk import producers
@@ -25,7 +24,7 @@ from onward.develop.roll.find import find_runs
 from onward.develop.roll.forward import forward_ops
 from onward.develop.roll.line import line_of
 from onward.develop.roll.run import From, LayerRun
-from onward.distribute.pipeline.layer_loop import layer_loop
+from onward.distribute.pipeline.layer_loop import layer_loop, main_loop
 
 
 class LayerPart(Words):
@@ -71,15 +70,13 @@ def layers_of(program: Program, weights: Container[Variable] = ()) -> RepeatedLa
         weights: what holds numbers of parameters, beside these: of a loop each turn reads some of its own.
     """
     forward = [op for op in program.ops if op.made_by is Pass.FORWARD]
-    work = {op: cost(op).flops for op in forward}
-    loops = [op for op in forward if op.primitive.runs is Runs.SCAN]
-    largest = max(loops, key=work.__getitem__, default=None)
-    if largest is not None and 2 * work[largest] > sum(work.values()):
-        count, inside, handed = _loop(largest, {*program.parameters}, weights)
+    main = main_loop(forward)
+    if main is not None:
+        count, inside, handed = _loop(main, {*program.parameters}, weights)
     else:
         count, inside, handed = _run(program, forward)
     turns = None
-    if largest is not None and largest in inside:
+    if main is not None and main in inside:
         turns = 1 if layer_loop(program) is None else count
     return RepeatedLayers(count, handed, _parts(program, forward, inside), turns)
 

@@ -17,7 +17,7 @@ from onward.core.marks import ACCUMULATE
 from onward.core.meshes import axes_of, part_size
 from onward.core.partitioned import expect_fit
 from onward.core.program import Op, Partition, Program, Variable
-from onward.core.walk import ancestors, needed_ops
+from onward.core.walk import ancestors
 from onward.core.words import Pass
 from onward.develop.accumulation.micro_batches import LoopPlan, LoopResult
 from onward.distribute.pipeline.lanes import of_lane
@@ -97,7 +97,7 @@ class Pipeline:
         """The values that the update is given of micro-batches: sums, stacks of them, and what is joined."""
         return (*self._plan.sums, *self._plan.joined)
 
-    @property
+    @cached_property
     def _plan(self) -> LoopPlan:
         """The loop over micro-batches as it is on one device."""
         return loop_of(self.accumulated)
@@ -224,15 +224,14 @@ def loops_of(program: Program, accumulated: Program, stages: int, at: Sequence[s
         GraphError: micro-batches hand on what depends on their data.
         ArgumentError: the stages cannot share the turns of a loop over layers evenly.
     """
-    loop = loop_of(accumulated)
-    ahead = _ahead(program, loop)
-    return StageLoops(loop) if at else shared_out(loop, frozenset(ahead), stages)
+    whole = StageLoops(loop_of(accumulated))
+    _expect_handed_on(program, whole.loop)
+    return whole if at else shared_out(whole, stages)
 
 
-def homes_of(program: Program, loops: StageLoops, stages: int, at: Sequence[str]) -> Homes:
+def homes_of(loops: StageLoops, stages: int, at: Sequence[str]) -> Homes:
     """The stage of each forward activation of a Program that accumulates, by its name."""
-    turn, ahead = loops.loop.turn, _ahead(program, loops.loop)
-    found = stages_of(turn, frozenset(ahead), stages, at, loops.begins[1:])
+    found = stages_of(loops.loop.turn, frozenset(loops.ahead), stages, at, loops.begins[1:])
     return {v.name: at for op, at in found.items() if op.made_by is Pass.FORWARD for v in op.outputs}
 
 
@@ -255,7 +254,7 @@ def cut(
     _expect_divided(loops, of_lane(partition, lanes))
     turn = loop.turn
     _expect_nothing_before(program, loop)
-    ahead = _ahead(program, loop)
+    ahead = loops.ahead
     inside = stages_by_name(turn, frozenset(ahead), schedule.stages, homes)
     handed_on = {*(old for old, *_ in loop.threaded), *(v for o in ahead for v in o.outputs)}
     groups = with_once(turn, _groups(turn, inside, schedule), handed_on)
@@ -287,7 +286,7 @@ def _statistics(program: Program, loop: LoopPlan, rest: Iterable[Op]) -> Program
     return parts_of(program, {("statistics",): first}, wanted)[("statistics",)]
 
 
-def _before(program: Program, loop: LoopPlan, ahead: list[Op], parts: Mapping[Work, Program]) -> Program:
+def _before(program: Program, loop: LoopPlan, ahead: Sequence[Op], parts: Mapping[Work, Program]) -> Program:
     """The Program of what micro-batches hand on: its outputs are what the stages read of that."""
     read = {v for part in parts.values() for v in part.inputs}
     olds = tuple(old for old, *_ in loop.threaded)
@@ -335,22 +334,17 @@ def _ends(program: Program, placing: UpdatePlacing) -> dict[Variable, tuple[int,
     return {v: made.get(v, (0, placing.homes.get(v, 0))) for v in ends if v in made or v in looped}
 
 
-def _ahead(program: Program, loop: LoopPlan) -> list[Op]:
-    """The ops that make what a micro-batch hands on to the next one, which need not wait for its data."""
-    following = [new for _, new, _ in loop.threaded]
-    turn = loop.turn
-    if not following:
-        return []
-    waits: Collection[Variable] = {*turn.inputs, *turn.parameters}
+def _expect_handed_on(program: Program, loop: LoopPlan) -> None:
+    """Raise ``GraphError`` where what a micro-batch hands on to the next one waits for its data."""
+    waits: Collection[Variable] = {*loop.turn.inputs, *loop.turn.parameters}
     for old, new, _ in loop.threaded:
-        if not ancestors(turn, [new]).isdisjoint(waits):
+        if not ancestors(loop.turn, [new]).isdisjoint(waits):
             raise GraphError(
                 f"pipeline: {program.name!r} hands {old.name!r} on from one micro-batch to the next, and "
                 "makes it of their data, as batch norm does with its statistics. The stages of a pipeline "
                 "work on several at once. Take what normalizes each example by itself (layer_norm, "
                 "group_norm), or accumulate(program, micro_batches) on one device."
             )
-    return needed_ops(turn, following)
 
 
 def _expect_divided(loops: StageLoops, how: Partition | None) -> None:

@@ -36,16 +36,21 @@ class LayerLoop:
     stacks: frozenset[Variable]
 
 
+def main_loop(ops: Sequence[Op]) -> Op | None:
+    """The loop that does more than half of the work of these ops, if one does."""
+    work = {op: cost(op).flops for op in ops}
+    op = max((op for op in ops if op.primitive.runs is Runs.SCAN), key=work.__getitem__, default=None)
+    return op if op is not None and 2 * work[op] > sum(work.values()) else None
+
+
 def layer_loop(turn: Program, ahead: Collection[Op] = ()) -> LayerLoop | None:
     """The loop that does most of the forward pass, if each of its turns reads parameters of its own.
 
     Stages share out no other loops: not one that runs backwards, is within another op, or takes its
     parameters by their number.
     """
-    forward = [op for op in turn.ops if op.made_by is Pass.FORWARD and op not in ahead]
-    work = {op: cost(op).flops for op in forward}
-    op = max((op for op in forward if op.primitive.runs is Runs.SCAN), key=work.__getitem__, default=None)
-    if op is None or 2 * work[op] <= sum(work.values()):
+    op = main_loop([op for op in turn.ops if op.made_by is Pass.FORWARD and op not in ahead])
+    if op is None:
         return None
     scan = ScanTurn.of(op.primal or op.body)
     if scan is None or scan.backwards:

@@ -8,7 +8,7 @@ the other order. Each stage has its piece of every stack.
 >>> def loss(w, x):
 ...     return jnp.sum(jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w)[0])
 >>> program = ow.SGD(0.1).minimize(loss, jnp.ones((4, 3, 3)), jnp.ones((8, 3)))
->>> found = shared_out(loop_of(ow.accumulate(program, 2)), (), 2)
+>>> found = shared_out(StageLoops(loop_of(ow.accumulate(program, 2))), 2)
 >>> [op.type for op in found.loop.turn.ops if "scan" in op.type]
 ['scan', 'scan', 'scan_grad', 'scan_grad']
 >>> [v.name for v in found.loop.turn.state]
@@ -17,7 +17,7 @@ the other order. Each stage has its piece of every stack.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -25,6 +25,7 @@ from typing import Any
 from onward.core.errors import ArgumentError
 from onward.core.marks import ACCUMULATE
 from onward.core.program import Op, Program, Variable
+from onward.core.walk import needed_ops
 from onward.develop.accumulation.micro_batches import LoopPlan, LoopResult
 from onward.distribute.pipeline.layer_loop import LayerCut, layer_loop
 from onward.distribute.pipeline.stage_specs import Specs
@@ -49,6 +50,11 @@ class StageLoops:
     pieces: Pieces = field(default_factory=dict)
     alike: Mapping[Variable, Variable] = field(default_factory=dict)
 
+    @cached_property
+    def ahead(self) -> Sequence[Op]:
+        """The ops that make what a micro-batch hands on to the next one."""
+        return needed_ops(self.loop.turn, [new for _, new, _ in self.loop.threaded])
+
     @property
     def layers(self) -> int:
         """How many layers the stacks are of; 0 where there are none."""
@@ -71,20 +77,16 @@ def loop_of(accumulated: Program) -> LoopPlan:
     return plan
 
 
-def shared_out(loop: LoopPlan, ahead: Collection[Op], stages: int) -> StageLoops:
+def shared_out(whole: StageLoops, stages: int) -> StageLoops:
     """The loop over micro-batches with a loop over layers for each stage, where most of the work is in one.
-
-    Args:
-        loop: that over micro-batches.
-        ahead: the ops of a turn that belong to no stage.
-        stages: how many.
 
     Raises:
         ArgumentError: the stages cannot share its turns evenly.
     """
-    layers = layer_loop(loop.turn, ahead)
+    loop = whole.loop
+    layers = layer_loop(loop.turn, whole.ahead)
     if layers is None or stages == 1:
-        return StageLoops(loop)
+        return whole
     if layers.count % stages:
         fit = [str(n) for n in range(2, layers.count + 1) if layers.count % n == 0]
         raise ArgumentError(

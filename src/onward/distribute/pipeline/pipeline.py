@@ -141,7 +141,7 @@ def pipeline(
     if not any(op.type is ACCUMULATE for op in accumulated.ops):
         raise ArgumentError(f"pipeline: the batch of {program.name!r} has one row, which cannot be cut.")
     loops = loops_of(plain, accumulated, stages, at)
-    homes = homes_of(plain, loops, stages, at)
+    homes = homes_of(loops, stages, at)
     if plain is not program and not loops.begins:
         program = rolled_within(program, plain, homes)
         with warnings.catch_warnings():
