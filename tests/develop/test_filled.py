@@ -94,6 +94,14 @@ def test_a_loss_that_is_another_one_where_the_batch_is_filled_up_is_warned_of(lo
                 trained(LAYOUTS[layout](program), 14)
 
 
+def test_devices_read_the_number_of_all_rows():
+    program = program_of(lambda e, w: jnp.sum(e * w) / (e.size - 1) + jnp.var(e * w, ddof=1), 16)
+    expect_equal(trained(ow.replicate(program, 4), 16), trained(program, 16))
+    step = ow.compile(ow.replicate(program, 4))
+    with pytest.warns(UserWarning, match="the loss is divided by the number of rows"):
+        step(step.init(PARAMS), X[:14], Y[:14], WEIGHT[:14])
+
+
 def results(e, w):
     total = jnp.sum(w)
     return {

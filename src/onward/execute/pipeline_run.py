@@ -138,6 +138,7 @@ class PipelineRun:
             part, merge = self.stages.parts[stage, work], self.stages.merges.get((stage, work))
             grown = grown if merge is None else merge((), grown)
             self.raw.update((loop.sums[i].whole, x) for i, x in zip(part.sums, grown, strict=True))
+        self.totals.clear()
         self.raw.update((r.whole, pieces) for r, pieces in zip(loop.joined, self.pieces, strict=True))
         for v, pieces in self.stages.pipeline.loops.pieces.items():
             if pieces[0] in self.raw:

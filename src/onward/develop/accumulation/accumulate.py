@@ -197,7 +197,9 @@ def _weighed(
     whole: Program, part: Program, told: Accumulation, by_share: Accumulation, following: Following
 ) -> Accumulation:
     """How a batch is cut whose examples have weights: as the graph tells, by their share if it does not."""
-    if part.loss is not None and not following.is_told(part, part.loss):
+    loss = [] if part.loss is None else [part.loss]
+    counts = following.reaching(part, loss).counting(part)
+    if counts or not all(following.is_told(part, v) for v in loss):
         by_share, _ = _walked(whole, part, by_share, is_left=True)
         told = replace(by_share, is_sum=told.is_sum)
     assert told.weight is not None

@@ -90,8 +90,7 @@ class Following:
         """Whether a value is the mean of those of the parts, or their sum, and all they need is known."""
         near, found = self.reaching(program, [v]), self.found[v]
         is_mean = found.kind is How.MEAN and found.power in (0, 1)
-        unknown = near.mixing or near.normalizing or near.bent or near.counting(program)
-        return (is_mean or found == SAME) and not unknown
+        return (is_mean or found == SAME) and not (near.mixing or near.normalizing or near.bent)
 
     def out_of_order(self, variables: Iterable[Variable]) -> list[Variable]:
         """Those that are not the parts' laid end to end: they count examples, or hold all several times."""
