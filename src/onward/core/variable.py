@@ -85,7 +85,7 @@ class Replicas:
         syncs: whether what is normalized by its batch is normalized by the batch of all devices.
         every: how many steps lie between two exchanges of what is not exchanged at every step.
         weight: the data that says how much each example counts; what it leaves out can be padding.
-        misled: what padding makes another number, in words, and why.
+        misled: what padding may change, and why, in words.
     """
 
     count: int

@@ -61,9 +61,10 @@ def replicate(
     every example look at others (a sort, all pairs) sees those of its device only, which a warning says. Any
     other float is averaged over the devices, an integer is summed. If the function takes
     ``example_weight``, an array [batch] or [batch, ...], a batch that the devices do not divide is filled up
-    with examples of weight 0. What does not look at the weight (a sum of its own, the statistics of batch
-    normalization), or divides by the number of rows, sees what fills up as well: the step warns of it when it
-    is fed such a batch. Of a loss of which nothing is known devices count as much as their weights.
+    with examples of weight 0. What adds up numbers that the weights do not make 0 (a sum of its own, the
+    statistics of batch normalization), or is divided by the number of rows, may be another number then: the
+    step warns of it when it is fed such a batch. Where nothing is known of the loss, it is taken for a mean
+    weighed by it.
 
     Args:
         program: a training Program, or a test Program to evaluate.

@@ -151,7 +151,10 @@ def _extreme(builder: Builder, v: Variable, which: How, devices: Devices) -> Var
 
 
 def _scaled(program: Program, following: Following, devices: Devices, is_sum: bool) -> Program:
-    """Sums over examples that are returned or kept, so that their mean over the devices is the whole's."""
+    """Sums over examples that are returned or kept, so that their mean over the devices is the whole's.
+
+    So it is with what each example has of such a sum, as ``e / sum(e)``.
+    """
     builder = Builder(program, program.ops, made_by=Pass.COLLECTIVE)
     equal = equal_variables(program)
 
@@ -161,7 +164,7 @@ def _scaled(program: Program, following: Following, devices: Devices, is_sum: bo
             extreme: Variable = builder.once(v, lambda: _extreme(builder, v, how.kind, devices))
             return extreme
         summed = v is program.loss and is_sum
-        if how is None or not how.power or summed or how.kind not in (How.SAME, How.MEAN):
+        if how is None or not how.power or summed or how.kind is How.OWN:
             return v
         if how.kind is How.MEAN and not v.is_float and v not in equal:  # an integer is added up
             return v

@@ -87,7 +87,7 @@ class Portions:
 
     def __init__(self, program: Program) -> None:
         assert program.replicas is not None
-        self.misled = program.replicas.misled
+        self.misled, self._told = program.replicas.misled, set[int]()
         self.name, self.weight = program.name, program.replicas.weight
         self.inputs = program.inputs
         self.split = [i for i, v in enumerate(program.inputs) if v.placement is Placement.SHARDED]
@@ -120,7 +120,8 @@ class Portions:
             each = max(each, self.each)
         if not rows or each * self.devices == rows:
             return None
-        if self.misled:
+        if self.misled and rows not in self._told:
+            self._told.add(rows)
             told = filled_up(self.name, rows, f"{self.devices} devices", self.misled)
             warnings.warn(told, stacklevel=user_level())
         return Filling.of(rows, self.devices, each)

@@ -64,4 +64,5 @@ class StageUpdate:
         if not self.stages.pipeline.lanes:
             return result.joined(jnp.stack(value))
         whole = sharding_of(self.stages.whole[self.stage])
-        return result.joined(jax.lax.with_sharding_constraint(jnp.concatenate(value), whole))
+        pieces = jax.lax.with_sharding_constraint(jnp.stack(value), whole)
+        return result.joined(pieces.reshape(-1, *result.part.shape))

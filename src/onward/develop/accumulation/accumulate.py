@@ -15,6 +15,7 @@ from typing import Any
 
 from onward.core.check import check
 from onward.core.errors import ArgumentError, GraphError, OnwardError
+from onward.core.marks import OF_WHOLE_BATCH
 from onward.core.program import Applied, Phase, Program, Recipe, Variable
 from onward.core.recipe import build, laid_out, recipe_of
 from onward.core.source import user_level
@@ -30,6 +31,10 @@ from onward.develop.over_batch.loss import is_sum as is_sum_of
 from onward.develop.over_batch.walk import follow, where_parted
 
 _PURPOSE = "at the size of a micro-batch", "Feed smaller batches"
+_BY_SHARE = (
+    ", but for a mean weighed by example_weight, jnp.sum(w * e) / jnp.sum(w): micro-batches count as much as "
+    "the weights of their examples"
+)
 
 
 def accumulate(
@@ -49,9 +54,8 @@ def accumulate(
     key that all have, each draws numbers of its own for its examples. A statistic of data alone, such as how
     many tokens a mask lets count, is computed before the loop, and ``of_whole_batch`` in the printout. If the
     function takes ``example_weight``, an array [batch] or [batch, ...], a batch that does not divide is
-    filled up with examples of weight 0; of a loss of which nothing is known micro-batches count as much as
-    their weights. What normalizes by statistics of activations sees one micro-batch at a time, which is
-    warned of.
+    filled up with examples of weight 0. Where nothing is known of the loss, it is taken for a mean weighed by
+    it. What normalizes by statistics of activations sees one micro-batch at a time, which is warned of.
 
     Only what the loop hands out can be fetched: gradients, the loss, the outputs. The Program that it runs
     is ``op.subprograms["micro_batch"]`` of the op ``accumulate``.
@@ -64,7 +68,7 @@ def accumulate(
             length of its own in place of None, is never cut.
         example_weight: the name of the data that says how much each example counts.
         is_sum: the loss is a sum over examples, not a mean, and so are its gradients; as the graph tells
-            unless given.
+            unless given. Where it is given, and there is ``example_weight``, means are weighed by that.
 
     Raises:
         ArgumentError: ``steps`` is not a number of at least 1, or does not divide the batch.
@@ -78,8 +82,8 @@ def accumulate(
             a number that counts the batch otherwise than a mean does), so that the mean over micro-batches is
             not the loss of the big batch; examples see each other, as in a graph whose nodes are the batch,
             or by batch normalization; a result holds all of them several times, or numbers them; the
-            function is another one for a micro-batch; or a batch is filled up, and the loss or a result does
-            not weigh its examples, or is divided by their number.
+            function is another one for a micro-batch; or a batch is filled up, which may change the loss, a
+            result or state: it adds up what the weights do not make 0, or is divided by the number of rows.
 
     Source: Huang et al., GPipe, 2019, section 2.2 (micro-batches whose gradients are summed before one
     update).
@@ -160,15 +164,13 @@ def _told(recipe: Recipe, program: Program, data: tuple[Any, ...], how: Accumula
     told, following = _walked(whole, part, by_share if is_left else how, is_left)
     if following is None and not is_left:
         warnings.warn(_other_graph(whole, part), stacklevel=user_level())
-    if following is None or part.signature is None:
-        return by_share
-    if is_left:
-        return told
+    if following is None or part.signature is None or is_left:
+        return told if is_left else by_share
     results = [v for v in part.signature.result.variables if v is not part.loss]
-    _expect_apart(part, following, how.steps)
+    _expect_apart(part, following, how)
     _expect_merged(part, following, results)
     told = replace(told, is_sum=is_sum_of(part, following, "accumulate takes the mean over micro-batches"))
-    return told if how.weight is None else _weighed(whole, part, told, by_share, following)
+    return told if how.weight is None or _is_told(part, following) else _by_share(whole, part, by_share, told)
 
 
 def _walked(
@@ -183,27 +185,31 @@ def _walked(
     following = following.without(after)
     results = part.signature.result.variables
     told = {v.name: following.found[v] for v in (*results, *handed)}
+    read = known.stand_ins(part, following, how.steps)
     how = replace(
         how,
-        stand_ins=(*known.stand_ins(part, following, how.steps), *own_keys(part, following, how.split)),
+        stand_ins=(*read, *own_keys(part, following, how.split)),
         behind=frozenset(op.outputs[0].name for op in after),
         told=tuple((name, f) for name, f in told.items() if not (how.by_share and f == Follows(How.MEAN))),
     )
+    if how.weight is not None:
+        of_whole = {(one.op, one.value) for one in read if one.read is OF_WHOLE_BATCH}
+        how = replace(how, misled=misled(part, following, how.weight, after, of_whole))
     whole_numbers = known.known_counts(following).difference(map(producers(part).get, results))
     return how, following.without_numbers(whole_numbers, known.values)
 
 
-def _weighed(
-    whole: Program, part: Program, told: Accumulation, by_share: Accumulation, following: Following
-) -> Accumulation:
-    """How a batch is cut whose examples have weights: as the graph tells, by their share if it does not."""
+def _is_told(part: Program, following: Following) -> bool:
+    """Whether the loss of the batch is known to be made of those of the micro-batches."""
     loss = [] if part.loss is None else [part.loss]
     counts = following.reaching(part, loss).counting(part)
-    if counts or not all(following.is_told(part, v) for v in loss):
-        by_share, _ = _walked(whole, part, by_share, is_left=True)
-        told = replace(by_share, is_sum=told.is_sum)
-    assert told.weight is not None
-    return replace(told, misled=misled(part, following, told.weight))
+    return not counts and all(following.is_told(part, v) for v in loss)
+
+
+def _by_share(whole: Program, part: Program, how: Accumulation, told: Accumulation) -> Accumulation:
+    """How a batch is cut whose micro-batches count as much as the weights of their examples."""
+    found, _ = _walked(whole, part, how, is_left=True)
+    return replace(found, is_sum=told.is_sum, misled=told.misled)
 
 
 def _both(recipe: Recipe, program: Program, whole: Program, how: Accumulation) -> tuple[Program, Program]:
@@ -240,19 +246,22 @@ def _other_graph(whole: Program, part: Program) -> str:
 def _expect_filled(program: Program, how: Accumulation) -> None:
     """Warn of results that are other ones where the batch is filled up."""
     if how.misled:
-        told = filled_up(program.name, how.whole_rows(program), f"{how.steps} micro-batches", how.misled)
+        count = 1 if program.replicas is None else program.replicas.count
+        parts = f"{how.steps} micro-batches{_on(count)}"
+        told = filled_up(program.name, how.whole_rows(program), parts, how.misled)
         warnings.warn(told, stacklevel=user_level())
 
 
-def _expect_apart(part: Program, following: Following, steps: int) -> None:
+def _expect_apart(part: Program, following: Following, how: Accumulation) -> None:
     """Warn where what a micro-batch returns or carries on needs the examples of others."""
+    steps, by_share = how.steps, "" if how.weight is None else _BY_SHARE
     near = following.reaching(part, [*part.outputs, *part.next_state.values()])
     meant = "If it is meant so: is_sum=False, or True for a sum over examples."
     for op, why in near.mixing[:1]:
         warnings.warn(
             f"{part.name}: {op.type!r}{op.at} {why}, and each of {steps} micro-batches has only its own. The "
-            "result differs from that of the whole batch. Data that every micro-batch needs whole, such as "
-            f"the nodes of a graph: accumulate(..., whole=['nodes']). {meant}",
+            f"result differs from that of the whole batch{by_share}. Data that every micro-batch needs "
+            f"whole, such as the nodes of a graph: accumulate(..., whole=['nodes']). {meant}",
             stacklevel=user_level(),
         )
     for op in near.normalizing[:1]:
@@ -322,13 +331,12 @@ def expect_rows(program: Program, how: Accumulation, devices: int) -> None:
             )
     size, unit = how.whole_rows(program), devices * how.steps
     if how.weight is None and size % unit:
-        on = f" on each of {devices} devices" if devices > 1 else ""
         below = size // unit * unit
         sizes = f"{below} or {below + unit}" if below else f"{unit}"
         raise ArgumentError(
-            f"{program.name}: the batch has {size} rows ({leader!r}), which {how.steps} micro-batches{on} do "
-            f"not divide. Feed {sizes}; or let the loss take example_weight, an array [batch] that weighs "
-            "its mean, and batches are filled up with examples of weight 0."
+            f"{program.name}: the batch has {size} rows ({leader!r}), which {how.steps} "
+            f"micro-batches{_on(devices)} do not divide. Feed {sizes}; or let the loss take example_weight, "
+            "an array [batch] that weighs its mean, and batches are filled up with examples of weight 0."
         )
 
 
@@ -350,3 +358,7 @@ def _expect_fit(program: Program, recipe: Recipe, steps: Any) -> None:
 def _is_merged_by_sum(recipe: Recipe) -> bool:
     """Whether a strategy that merges gradients takes the loss for a sum over examples."""
     return any(getattr(argument, "is_sum", False) for step in recipe.steps for argument in step.arguments)
+
+
+def _on(devices: int) -> str:
+    return f" on each of {devices} devices" if devices > 1 else ""

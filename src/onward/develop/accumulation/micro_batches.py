@@ -48,7 +48,7 @@ class Accumulation:
         behind: the forward ops that run once, after the loop, by their first results.
         told: how the results, and what these ops read, follow from those of the micro-batches, by name.
         stand_ins: the values that the forward pass reads in place of those of its micro-batch.
-        misled: what is another number where the batch is filled up, in words, and why.
+        misled: what filling up the batch may change, and why, in words.
     """
 
     steps: int

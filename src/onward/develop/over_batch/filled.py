@@ -1,7 +1,9 @@
 """Whether a batch that is filled up with examples of weight 0 gives what its own examples would.
 
-It does where every sum over examples is of numbers that were multiplied by the weights, or chosen by them,
-and no number of examples that the function was traced with is read, as a mean does.
+An example that fills up is another one once more, with the weight 0. It adds nothing to a sum of numbers that
+are 0 wherever the weight is, whatever the example is: multiplied by it, or chosen by it. Any other sum, a
+number of rows that the function was traced with, and the largest or smallest of what reads the weights may
+be another one.
 
 >>> import jax.numpy as jnp, onward as ow
 >>> from onward.develop.over_batch.walk import follow
@@ -12,45 +14,152 @@ and no number of examples that the function was traced with is read, as a mean d
 >>> following = follow(*traced, 2, {"x", "example_weight"})
 >>> for what, why in misled(traced[1], following, "example_weight"):
 ...     print(what, why)
-the result 'div' is divided by the number of rows
-the result 'reduce_sum_1' adds up examples without their weight
+the result 'div' is divided by a number of rows
+the result 'reduce_sum_1' adds up numbers that are not 0 at weight 0
 """
 
 from __future__ import annotations
 
-from onward.core.program import Program, Variable
-from onward.core.walk import ancestors
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from onward.core.primitives.table import of
+from onward.core.primitives.traits import Linear
+from onward.core.program import Op, Program, Variable
+from onward.core.walk import producers
 from onward.develop.over_batch.known import Following, How
 
-_COUNTED = "is divided by the number of rows"
-_PLAIN = "adds up examples without their weight"
+_COUNTED = "is divided by a number of rows"
+_COUNT = "is a number of rows"
+_PLAIN = "adds up numbers that are not 0 at weight 0"
+_EXTREME = "is the largest or smallest of numbers that read the weights"
+_NUMBERS = (0.7, -1.3, 2.9, 0.2)  # examples, to see what does not depend on them
+_INTEGERS = (1, 3, 2, 5)
 
 
-def misled(part: Program, following: Following, weight: str) -> tuple[tuple[str, str], ...]:
-    """The loss and results that are other numbers where the batch is filled up, in words, and why.
+def misled(
+    part: Program,
+    following: Following,
+    weight: str,
+    behind: Collection[Op] = (),
+    of_whole: Collection[tuple[str, str]] = (),
+) -> tuple[tuple[str, str], ...]:
+    """The loss, results and state that may be other ones where the batch is filled up, in words, and why.
 
     Args:
         part: the forward Program of a part of the batch.
         following: how it follows that of the whole.
         weight: the name of the data that says how much each example counts.
+        behind: the ops that run once, for all parts.
+        of_whole: the ops that read a value of the batch as it was fed, by their first result, and that value.
     """
-    results = dict.fromkeys([*filter(None, [part.loss]), *part.outputs])
-    whys = {v: _why(part, following, weight, v) for v in results if v in following.found}
-    return tuple(
-        ("the loss" if v is part.loss else f"the result {v.name!r}", why) for v, why in whys.items() if why
-    )
+    if weight not in part:
+        return ()
+    results = {v: f"the result {v.name!r}" for v in part.outputs}
+    results |= {new: f"the state {old.name!r}" for old, new in part.next_state.items()}
+    results |= {} if part.loss is None else {part.loss: "the loss"}
+    filler = _Filler(part, following, part[weight])
+    found = {what: filler.why(v, behind, of_whole) for v, what in results.items() if v in following.found}
+    whys = [(what, why) for what, why in found.items() if why]
+    return tuple(sorted(whys, key=lambda pair: pair[0] != "the loss"))
 
 
-def _why(part: Program, following: Following, weight: str, result: Variable) -> str:
-    needed = ancestors(part, [result])
-    weighed = {part[weight]} if weight in part else set()
-    for op in part.ops:
-        rows = [v for v in op.inputs if following.found[v].kind is How.ROWS]
-        is_sum = any(following.found[v].kind is How.MEAN for v in op.outputs)
-        if not weighed.isdisjoint(rows):
-            weighed.update(v for v in op.outputs if following.found[v].kind is How.ROWS)
-        elif rows and is_sum and not needed.isdisjoint(op.outputs):
-            return _PLAIN
-        if op in following.counted and not needed.isdisjoint(op.outputs):
-            return _COUNTED
-    return ""
+class _Filler:
+    """An example of weight 0.
+
+    Attributes:
+        numbers: those of it, and of all examples, that are the same whatever they are.
+        reads: what is computed of its weight.
+        whys: the ops that make of the examples another number with it, and why.
+    """
+
+    def __init__(self, part: Program, following: Following, weight: Variable) -> None:
+        self.part, self.following, self.made = part, following, producers(part)
+        self.numbers: dict[Variable, Any] = {weight: 0}
+        self.reads = {weight}
+        self.whys: dict[Op, str] = dict.fromkeys(following.counted, _COUNTED)
+        for op in part.ops:
+            self._follow(op)
+
+    def why(self, result: Variable, behind: Collection[Op], of_whole: Collection[tuple[str, str]]) -> str:
+        """Why a result may be another one; empty if it is the same."""
+        found = self.following.found[result]
+        if result in self.following.constants or (result in self.part.constants and found.power):
+            return _COUNT
+        seen, waiting, whys = set[Op](), [result], []
+        while waiting:
+            op = self.made.get(waiting.pop())
+            if op is None or op in seen:
+                continue
+            seen.add(op)
+            if op in self.whys and op not in behind:
+                whys.append(self.whys[op])
+            waiting += [v for v in op.inputs if (op.outputs[0].name, v.name) not in of_whole]
+        return min(whys, default="", key=[_PLAIN, _EXTREME, _COUNTED].index)
+
+    def _follow(self, op: Op) -> None:
+        kinds = {self._kind(v) for v in op.outputs}
+        rows = [v for v in op.inputs if self._kind(v) is How.ROWS]
+        reads = not self.reads.isdisjoint(rows)
+        if How.ROWS in kinds or not rows:
+            number = self._number(op)
+            self.numbers.update((v, number) for v in op.outputs if number is not None)
+            self.reads.update(op.outputs if reads else ())
+        elif How.MEAN in kinds and rows and not self._adds_nothing(op, rows):
+            self.whys[op] = _PLAIN
+        elif reads and not kinds.isdisjoint([How.MOST, How.LEAST]):
+            self.whys[op] = _EXTREME
+
+    def _kind(self, v: Variable) -> How:
+        return self.following.found[v].kind
+
+    def _adds_nothing(self, op: Op, rows: Sequence[Variable]) -> bool:
+        """Whether an op that adds up examples adds 0 for this one."""
+        calls = list(op.body.calls)
+        if len(calls) != 1 or calls[0].inner:
+            return not self.reads.isdisjoint(rows)  # what it does within is not looked at
+        zeros = [v for v in rows if self.numbers.get(v) == 0]
+        return op.inputs[0] in zeros if of(calls[0].primitive).linear is Linear.FIRST else bool(zeros)
+
+    def _number(self, op: Op) -> Any:
+        """The number that an op makes of this example, None if it depends on the example."""
+        calls = list(op.body.calls)
+        if len(calls) != 1 or calls[0].inner or len(op.outputs) != 1:
+            return None
+        row = of(calls[0].primitive)
+        pairs = zip(op.body.operands, op.body.numbers, strict=True)
+        given = [self.numbers.get(op.inputs[i]) if isinstance(i, int) else number for i, number in pairs]
+        if row.is_elementwise:
+            return None if self.numbers.keys().isdisjoint(op.inputs) and op.inputs else self._probed(op)
+        if row.linear is Linear.EACH:
+            return 0 if 0 in given else None
+        if row.moves is None and row.linear is not Linear.FIRST:
+            return None
+        first = given[0] if given else None
+        if row.linear is Linear.TOGETHER and any(number != first for number in given):
+            return None
+        return first if row.moves is not None or first == 0 else None
+
+    def _probed(self, op: Op) -> Any:
+        """The number that an op makes of numbers of which some are known, None if the others change it."""
+        if any(v.is_key for v in (*op.inputs, *op.outputs)):
+            return None
+        made = []
+        with jax.ensure_compile_time_eval():
+            for turn in range(4):
+                values = [
+                    np.asarray(self.numbers.get(v, _example(v, turn + i, turn >> i)), v.dtype)
+                    for i, v in enumerate(op.inputs)
+                ]
+                made.append(np.asarray(op.body(*values)[0]))
+        return made[0].item() if all(np.array_equal(x, made[0]) for x in made) else None
+
+
+def _example(v: Variable, number: int, bit: int) -> Any:
+    """A number of an example."""
+    if v.dtype == bool:
+        return bool(bit & 1)
+    return (_NUMBERS if v.is_float else _INTEGERS)[number % 4]

@@ -73,7 +73,7 @@ class Following:
         normalizing: ops that give the examples a statistic that the parts cannot have.
         bent: ops that are not linear in a statistic that the parts cannot have.
         drawn: what is made of a random key for each example, by ops that read the key.
-        counted: ops with numbers in them, or reading constants, that count the examples.
+        counted: ops that read a number of examples, in them or as a constant.
     """
 
     found: dict[Variable, Follows]

@@ -8,7 +8,7 @@ work of each stage is a choice of them, and a schedule is nothing but an order.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 
 from jax.sharding import PartitionSpec
@@ -132,7 +132,9 @@ def pipeline(
     names = batch_names(program, whole, WEIGHT, recipe.origin.fixed_data)
     mesh = _mesh(program, data, names)
     lanes = lane_axes(mesh, recipe.of(constrained), names)
-    steps = _steps(program, micro_batches, names, {} if mesh is None else {a: mesh.mesh[a] for a in lanes})
+    steps = micro_batches if mesh is None else micro_batches * prod(mesh.mesh[axis] for axis in lanes)
+    if lanes and WEIGHT not in names and not recipe.origin.assumes_batch:
+        _expect_divided(program, micro_batches, names, steps, lanes)
     program = _of_lane(program, recipe, lanes)
     recipe = recipe_of(program, "at the size of a micro-batch", "Compile it for one device")
     _expect_fit(program, recipe)
@@ -170,17 +172,17 @@ def _mesh(program: Program, data: int, names: Sequence[str]) -> Partition | None
     return how
 
 
-def _steps(program: Program, micro_batches: int, names: Sequence[str], lanes: Mapping[str, int]) -> int:
-    """How many micro-batches all lanes have together."""
-    count = prod(lanes.values())
-    rows = {v.shape[0] for v in program.inputs if v.name in names}
-    if count > 1 and WEIGHT not in names and any(n % (micro_batches * count) for n in rows):
+def _expect_divided(
+    program: Program, micro_batches: int, names: Sequence[str], steps: int, lanes: Sequence[str]
+) -> None:
+    """Raise ``ArgumentError`` for a batch that the micro-batches of all lanes do not divide."""
+    rows = max(v.shape[0] for v in program.inputs if v.name in names)
+    if rows % steps:
         raise ArgumentError(
-            f"pipeline: the batch of {program.name!r} has {max(rows)} rows, which {micro_batches} "
-            f"micro-batches for each of {' x '.join(lanes)}={count} do not divide. Feed "
-            f"{micro_batches * count} rows or a multiple, or take fewer micro-batches or devices."
+            f"pipeline: the batch of {program.name!r} has {rows} rows, which {micro_batches} micro-batches "
+            f"for each of {' x '.join(lanes)}={steps // micro_batches} do not divide. Feed {steps} rows or a "
+            "multiple, or take fewer micro-batches or devices."
         )
-    return micro_batches * count
 
 
 def _of_lane(program: Program, recipe: Recipe, lanes: Sequence[str]) -> Program:
