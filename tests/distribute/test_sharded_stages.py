@@ -249,5 +249,10 @@ def test_meshes_that_no_stage_can_have_are_refused():
         ow.compile(ow.pipeline(wide, 2, 3))
     shifted = ow.SGD(0.1).minimize(lambda params, x, y: mlp(params, x + y), MLP, X, X)
     told = ow.partition(shifted, {"data": 2, "model": 3}, {"x": "data", "y": "model"})
+    whole = ow.partition(shifted, {"fsdp": 2, "model": 3}, {"params/1": "fsdp", "x": "fsdp", "y": "model"})
+    with pytest.raises(
+        ow.ArgumentError, match=r"'y' is float32\[4,4\], and model \(3 parts\) does not divide"
+    ):
+        ow.pipeline(whole, 2, 3)
     with pytest.raises(ow.ArgumentError, match="2 rows, which model=3 does not divide"):
         ow.pipeline(told, 2, 3)

@@ -766,3 +766,16 @@ def test_stages_draw_as_micro_batches_do():
     for one, other in zip(*found, strict=True):
         np.testing.assert_allclose(one, other, 1e-5, 1e-6)
     assert len({part.tobytes() for part in np.asarray(found[1][-1]).reshape(4, -1)}) == 4
+
+
+def test_what_each_example_has_of_a_sum_over_all():
+    def loss(w, x):
+        e = errors(w, x)
+        whole = {"of all": e / jnp.sum(e), "softmax": jax.nn.softmax(e), "times": e * jnp.sum(e)}
+        return jnp.mean(e), whole | {"rows": jnp.arange(3) * jnp.ones_like(x) / jnp.sum(x**2)}
+
+    program = ow.SGD(0.1).minimize(loss, W, X, has_aux=True)
+    step = ow.compile(ow.replicate(program, DEVICES))
+    _, out = step(step.init(W), X)
+    for name, value in loss(W, X)[1].items():
+        np.testing.assert_allclose(out.aux[name], value, 1e-5, err_msg=name)
