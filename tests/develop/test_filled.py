@@ -222,6 +222,17 @@ def test_a_step_warns_when_it_meets_a_batch_that_is_filled_up():
         step(state, X[:14], Y[:14], WEIGHT[:14])
 
 
+@pytest.mark.parametrize("layout", ["accumulate", "replicate"])
+def test_a_program_of_one_example_knows_what_more_of_them_need(layout):
+    step = ow.compile(LAYOUTS[layout](program_of(LOSSES["mean"], 1, right)))
+    for rows in (16, 14, 1):
+        program = program_of(LOSSES["mean"], rows, right)
+        data = X[:rows], Y[:rows], WEIGHT[:rows]
+        state, out = step(step.init(PARAMS), *data)
+        found = {**{name: state[name] for name in PARAMS}, "loss": out.loss, "aux": out.aux}
+        expect_equal(found, trained(program, rows))
+
+
 def test_a_loss_that_nothing_is_known_of_is_warned_of_and_weighed_by_shares():
     """The mean of the micro-batches' losses, weighed by their weights: what a log of a mean is not."""
     program = program_of(lambda e, w: jnp.log(jnp.sum(e * w) / jnp.sum(w)), 16)

@@ -155,9 +155,9 @@ def _told(recipe: Recipe, program: Program, data: tuple[Any, ...], how: Accumula
 
     Whether the loss is a sum over examples, which other results are, and what is read of the whole batch.
     """
-    whole = recipe.origin.trace(data)
-    if _is_one(whole, how):
+    if how.steps == 1:
         return how
+    whole = recipe.origin.trace(data)
     whole, part = _both(recipe, program, whole, how)
     is_left = how.is_sum is not None
     by_share = replace(how, by_share=how.weight is not None)
