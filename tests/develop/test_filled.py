@@ -147,6 +147,10 @@ def wrong(e, w):
         "any": jnp.any(w == 0),
         "rows": jnp.asarray(len(e)),
         "weights": jnp.mean(w),
+        "one or the other": jnp.sum(jnp.where(e > 1, e, w)),
+        "joined": jnp.sum(jnp.concatenate([w[:, None], e[:, None]], 1)),
+        "divided within": jnp.sum(jax.checkpoint(lambda x: x / x.size)(e * w)),
+        "divided by an array": jnp.sum(e * w) / np.full(2, float(len(e))),
     }
 
 
@@ -179,8 +183,16 @@ def test_other_results_are_right_in_whole_batches_and_right_or_named_in_those_th
     expect_equal(found | {"aux": ()}, wanted | {"aux": ()})
     differing = {key for key in results if not np.allclose(found["aux"][key], wanted["aux"][key], rtol=1e-9)}
     assert differing <= named(told, program, results)
+    if layout == "accumulate":  # it divides once, behind the loop, by the number of all rows
+        assert {"weights", "mean of products"}.isdisjoint(differing | named(told, program, results))
     assert len(differing) >= 10
     assert "examples are filled up with examples of weight 0 for" in str(told[0].message)
+
+
+def test_statistics_of_data_are_of_the_rows_that_were_fed():
+    """Micro-batches read those of the whole batch, which is not filled up for that."""
+    program = program_of(lambda e, w: jnp.sum(e * w) / jnp.sum(jnp.ones_like(w)), 14)
+    expect_equal(trained(ow.accumulate(program, 4), 14), trained(program, 14))
 
 
 @pytest.mark.parametrize("layout", ["accumulate", "replicate"])
@@ -219,7 +231,8 @@ def test_a_step_warns_when_it_meets_a_batch_that_is_filled_up():
     step = ow.compile(ow.replicate(program_of(BY_ROWS["mean of products"], 16), 4))
     state, _ = step(step.init(PARAMS), X, Y, WEIGHT)
     with pytest.warns(UserWarning, match="14 examples are filled up"):
-        step(state, X[:14], Y[:14], WEIGHT[:14])
+        state, _ = step(state, X[:14], Y[:14], WEIGHT[:14])
+    step(state, X[:14], Y[:14], WEIGHT[:14])  # which is said once
 
 
 @pytest.mark.parametrize("layout", ["accumulate", "replicate"])
