@@ -120,6 +120,8 @@ def right(e, w):
         "largest": jnp.max(e),
         "columns": jnp.sum(e[:, None] * w[:, None] * jnp.ones((1, 2)), 0),
         "product": jnp.stack([e, e]) @ w,
+        "within": jax.checkpoint(lambda e, w: jnp.sum(jnp.tanh(e) * w))(e, w),
+        "made within": jnp.sum(jax.checkpoint(lambda e, w: e * w)(e, w)),
         "each": e,
         "of each": e * w / total,
     }
@@ -149,7 +151,8 @@ def wrong(e, w):
         "weights": jnp.mean(w),
         "one or the other": jnp.sum(jnp.where(e > 1, e, w)),
         "joined": jnp.sum(jnp.concatenate([w[:, None], e[:, None]], 1)),
-        "divided within": jnp.sum(jax.checkpoint(lambda x: x / x.size)(e * w)),
+        "divided within": jax.checkpoint(jnp.mean)(e * w),
+        "plain within": jax.checkpoint(lambda e, w: jnp.sum(e) + 0 * jnp.sum(w))(e, w),
         "divided by an array": jnp.sum(e * w) / np.full(2, float(len(e))),
     }
 

@@ -26,6 +26,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from onward.core.jaxprs.loops import result_of
 from onward.core.primitives.table import of
 from onward.core.primitives.traits import Linear
 from onward.core.program import Op, Program, Variable
@@ -61,7 +62,7 @@ def misled(
     results = {v: f"the result {v.name!r}" for v in part.outputs}
     results |= {new: f"the state {old.name!r}" for old, new in part.next_state.items()}
     results |= {} if part.loss is None else {part.loss: "the loss"}
-    filler = _Filler(part, following, part[weight])
+    filler = _Filler(part, following, {part[weight]: 0}, {part[weight]})
     found = {what: filler.why(v, behind, of_whole) for v, what in results.items() if v in following.found}
     whys = [(what, why) for what, why in found.items() if why]
     return tuple(sorted(whys, key=lambda pair: pair[0] != "the loss"))
@@ -76,10 +77,11 @@ class _Filler:
         whys: the ops that make of the examples another number with it, and why.
     """
 
-    def __init__(self, part: Program, following: Following, weight: Variable) -> None:
+    def __init__(
+        self, part: Program, following: Following, numbers: dict[Variable, Any], reads: set[Variable]
+    ) -> None:
         self.part, self.following, self.made = part, following, producers(part)
-        self.numbers: dict[Variable, Any] = {weight: 0}
-        self.reads = {weight}
+        self.numbers, self.reads = numbers, reads
         self.whys: dict[Op, str] = dict.fromkeys(following.counted, _COUNTED)
         for op in part.ops:
             self._follow(op)
@@ -101,6 +103,9 @@ class _Filler:
         return min(whys, default="", key=[_PLAIN, _EXTREME, _COUNTED].index)
 
     def _follow(self, op: Op) -> None:
+        if op in self.following.within:
+            self._follow_within(op, *self.following.within[op])
+            return
         kinds = {self._kind(v) for v in op.outputs}
         rows = [v for v in op.inputs if self._kind(v) is How.ROWS]
         reads = not self.reads.isdisjoint(rows)
@@ -112,6 +117,21 @@ class _Filler:
             self.whys[op] = _PLAIN
         elif reads and not kinds.isdisjoint([How.MOST, How.LEAST]):
             self.whys[op] = _EXTREME
+
+    def _follow_within(self, op: Op, part: Program, following: Following) -> None:
+        """Follow what an op runs; its inputs are the operands, numbers among them."""
+        given = dict(zip(part.inputs, op.body.operands, strict=True))
+        read = {v: op.inputs[i] for v, i in given.items() if isinstance(i, int)}
+        numbers = {v: self.numbers[x] for v, x in read.items() if x in self.numbers}
+        inner = _Filler(part, following, numbers, {v for v, x in read.items() if x in self.reads})
+        for i, v in enumerate(op.outputs):
+            made = part.outputs[result_of(op.body, i)]
+            if made in inner.numbers:
+                self.numbers[v] = inner.numbers[made]
+            if made in inner.reads:
+                self.reads.add(v)
+            if (why := inner.why(made, (), ())) and self.whys.get(op) != _PLAIN:
+                self.whys[op] = why
 
     def _kind(self, v: Variable) -> How:
         return self.following.found[v].kind

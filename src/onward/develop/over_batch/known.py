@@ -74,6 +74,7 @@ class Following:
         bent: ops that are not linear in a statistic that the parts cannot have.
         drawn: what is made of a random key for each example, by ops that read the key.
         counted: ops that read a number of examples, in them or as a constant.
+        within: for ops that run one Program once that Program, and how its values follow.
     """
 
     found: dict[Variable, Follows]
@@ -85,6 +86,7 @@ class Following:
     bent: list[Op] = field(default_factory=list)
     drawn: set[Variable] = field(default_factory=set)
     counted: set[Op] = field(default_factory=set)
+    within: dict[Op, tuple[Program, Following]] = field(default_factory=dict)
 
     def is_told(self, program: Program, v: Variable) -> bool:
         """Whether a value is the mean of those of the parts, or their sum, and all they need is known."""

@@ -76,6 +76,8 @@ class _BodyWalk:
         assert following is not None
         if following.counted:
             self.walk.result.counted.add(self.op)
+        if len(self.parts) == 1 and of(next(self.op.body.calls).primitive).calls_once:
+            self.walk.result.within[self.op] = part, following
         return [following.found[v] for v in part.outputs]
 
     def cond(self, values: Sequence[Follows]) -> list[Follows] | None:
