@@ -40,7 +40,7 @@ def test_steps_and_results_are_those_of_one_device(mesh: str, schedule: str):
         program = CLIPPED.minimize(network, PARAMS, X, has_aux=True)
         wanted, out = trained(ow.compile(program), PARAMS, X, 3)
         cut = ow.pipeline(ow.partition(program, *MESHES[mesh]), 2, 4, schedule)
-        assert (cut.lanes, cut.lane_count) == (("data",), 2)
+        assert (cut.lanes.axes, cut.lanes.count) == (("data",), 2)
         found, seen = trained(ow.compile(cut, options=QUICK), PARAMS, X, 3)
         expect_equal(found, wanted, rtol=0, atol=1e-9)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-9), seen.aux, out.aux)
@@ -86,9 +86,9 @@ def test_axes_that_split_more_than_examples_are_no_lanes():
     }
     for where in others.values():
         cut = ow.pipeline(ow.partition(program, {"data": 2}, where), 2, 4)
-        assert (cut.lanes, cut.lane) == ((), cut.partition)
+        assert (cut.lanes.axes, cut.lanes.within) == ((), cut.partition)
     rows = ow.pipeline(ow.partition(program, {"data": 2}, {middle: P("data")}), 2, 4)
-    assert rows.lanes == ("data",)
+    assert rows.lanes.axes == ("data",)
     state, out = trained(ow.compile(rows, options=QUICK), PARAMS, X, 2)
     wanted, seen = trained(ow.compile(program), PARAMS, X, 2)
     expect_equal(state, wanted, rtol=1e-5, atol=1e-6)
@@ -100,7 +100,7 @@ def test_constraints_on_activations_hold_in_each_lane():
     middle = next(v.name for v in program.variables.values() if v.shape == (16, WIDE) and v.name != "x")
     where = TENSOR | {middle: P("data", "model")}
     cut = ow.pipeline(ow.partition(program, {"data": 2, "model": 2}, where), 2, 4)
-    assert cut.lanes == ("data",)
+    assert cut.lanes.axes == ("data",)
     constraints = [op for part in cut.parts.values() for op in part.ops if op.type == "sharding_constraint"]
     assert len(constraints) == 1
     state, _ = trained(ow.compile(cut, options=QUICK), PARAMS, X, 2)
@@ -117,10 +117,20 @@ def test_micro_batches_of_lanes_draw_numbers_of_their_own_and_count():
     params = {"layers": PARAMS["layers"][:1], "out": PARAMS["out"]}
     table = normal(16, WIDE)
     program = ow.SGD(0.1).minimize(loss, params, X, table, state=jnp.int32(0))
-    one = ow.compile(ow.accumulate(program, 8, whole=["table"]))
+    one = ow.compile(ow.accumulate(program, 8, whole="table"))
     two = ow.compile(ow.pipeline(program, 2, 4, data=2, whole=["table"]), options=QUICK)
     states = [step.init(params, jnp.int32(0)) for step in (one, two)]
     for _ in range(2):
         states = [step(state, X, table)[0] for step, state in zip((one, two), states, strict=True)]
     assert [int(state.model_state) for state in states] == [16, 16]
     expect_equal(states[1], states[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("whole", ["table", lambda v: v.name == "table", iter(["tab*"])])
+def test_data_that_each_micro_batch_gets_whole_is_told_as_elsewhere(whole: Any):
+    def loss(params: Any, x: Any, table: Any) -> Any:
+        return network(params, x + table[:1])[0]
+
+    program = ow.SGD(0.1).minimize(loss, PARAMS, X, normal(16, WIDE))
+    cut = ow.pipeline(program, 2, 4, whole=whole)
+    assert {v.name: v.shape[0] for v in cut.parts[0, "F"].inputs} == {"x": 16 // 4, "table": 16}

@@ -331,6 +331,20 @@ def test_stages_share_the_layers_of_a_loop_evenly(program: Program) -> None:
     np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
+def test_stages_run_whose_layers_hold_a_small_loop_each() -> None:
+    def loss(params: Any, x: Any) -> Any:
+        for w in params:
+            turn = lambda h, _, w=w: (jnp.tanh(h @ w), None)  # noqa: E731
+            x = x + jax.lax.scan(turn, x, None, length=3)[0]
+        return jnp.mean(x**2)
+
+    program = ow.SGD(0.1).minimize(loss, [np.eye(8, dtype="float32")] * 4, np.ones((16, 8), "float32"))
+    staged = [one for one in ow.layout(program, 4) if one.choice.stages > 1]
+    assert {one.choice.stages for one in staged} == {2, 4}
+    assert all(one.runs for one in staged)
+    assert ow.pipeline(program, 4, 4).loops.begins == ()
+
+
 def test_stages_of_other_loops_are_foretold_only() -> None:
     def loss(params: Any, x: Any) -> Any:
         turn = lambda h, w: (h + jnp.tanh(h @ w["up"]) @ w["down"], None)  # noqa: E731

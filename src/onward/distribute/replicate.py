@@ -50,7 +50,7 @@ def replicate(
     merge: Merge | None = None,
     axis_name: str = "replicas",
     sync_batch_norm: bool = True,
-    whole: Iterable[Where] = (),
+    whole: Where | Iterable[Where] = (),
     example_weight: str = WEIGHT,
 ) -> Program:
     """The Program for several devices at once, which share one set of parameters.
@@ -116,9 +116,10 @@ def replicate(
         )
     expect_flag(sync_batch_norm, "replicate: sync_batch_norm")
     count = jax.device_count() if devices is None else _checked(devices)
+    whole = listed(whole)
     if (how := accumulation_of(program)) is not None:
         expect_devices(program, count, merge.is_sum)
-        whole = [*listed(whole), *(v.name for v in program.inputs if v.name not in how.split)]
+        whole += [v.name for v in program.inputs if v.name not in how.split]
         example_weight = example_weight if example_weight != WEIGHT else how.weight or WEIGHT
     if not is_word(example_weight, [WEIGHT]):
         select(program.inputs, [example_weight], "example_weight")

@@ -104,7 +104,7 @@ class StageExecutables(StagePlaces):
         self.once = {stage: self._once(stage, program) for stage, program in pipeline.once.items()}
         self.parts = {place: self._part(place, program) for place, program in pipeline.parts.items()}
         self.zeros = {place: self._zeros_of(part) for place, part in self.parts.items() if part.sums}
-        self.merges = {place: self._merging(self.parts[place]) for place in self.zeros if pipeline.lanes}
+        self.merges = {place: self._merging(self.parts[place]) for place in self.zeros if pipeline.lanes.axes}
         self.begin = self._beginning()
         self.updates = [StageUpdate(self, *key, donate) for key in sorted(pipeline.updates)]
 
@@ -128,7 +128,7 @@ class StageExecutables(StagePlaces):
             added = [loop.share(loop.sums[i], found[loop.sums[i].part], scale) for i in sums]
             grown = [total + x.astype(total.dtype) for total, x in zip(totals, added, strict=True)]
             given = [loop.share(loop.joined[i], found[loop.joined[i].part], scale) for i in pieces]
-            return grown, given, [self._sent(v, found[v], stage, v in free) for v in sends]
+            return grown, given, [self._laid_out(v, found[v], stage, v in free) for v in sends]
 
         call = self._in_lanes(lane, program.inputs, stage)
         types = [[self.typed(v, stage) for v in group] for group in (program.state, program.inputs)]
@@ -143,19 +143,19 @@ class StageExecutables(StagePlaces):
 
     def _in_lanes(self, run: Any, inputs: Sequence[Variable], stage: int) -> Any:
         """The function of one lane, from sums, state, inputs and a scale, for all of a stage at once."""
-        pipeline = self.pipeline
-        if not pipeline.lanes:
+        lanes = self.pipeline.lanes
+        if not lanes.axes:
             return run
         mesh = self.whole[stage].mesh
-        own, whole = PartitionSpec(pipeline.lanes), PartitionSpec()
-        read = [own if v in pipeline.in_lanes else whole for v in inputs]
+        own, whole = PartitionSpec(lanes.axes), PartitionSpec()
+        read = [own if v in self.pipeline.in_lanes else whole for v in inputs]
 
         def call(totals: Any, state: Any, inputs: Any, scale: Any) -> Any:
             totals, scale = jax.tree.map(lambda x: x[0], (totals, scale))
             inputs = [x[0] if spec is own else x for x, spec in zip(inputs, read, strict=True)]
             return jax.tree.map(lambda x: x[None], run(totals, state, inputs, scale))
 
-        axes = set(mesh.axis_names) - (set() if pipeline.lane is None else set(pipeline.lane.mesh))
+        axes = set(mesh.axis_names) - (set() if lanes.within is None else set(lanes.within.mesh))
         specs = {"in_specs": (own, whole, read, own), "out_specs": own}
         return jax.shard_map(call, mesh=mesh, axis_names=axes, check_vma=False, **specs)
 
@@ -169,11 +169,11 @@ class StageExecutables(StagePlaces):
 
     def _is_free(self, v: Variable, stage: int) -> bool:
         """Whether a value stays in a stage whose devices may share out more of it than its examples."""
-        return self.pipeline.lane is not None and self.readers(v) == [stage] and v.ndim > 0
+        return self.pipeline.lanes.within is not None and self.readers(v) == [stage] and v.ndim > 0
 
-    def _sent(self, v: Variable, value: Any, stage: int, is_free: bool) -> Any:
+    def _laid_out(self, v: Variable, value: Any, stage: int, is_free: bool) -> Any:
         """A value as others read it; if it is free, dimensions are split as the partitioner finds best."""
-        if self.pipeline.lane is None:
+        if self.pipeline.lanes.within is None:
             return value
         spec = self.pipeline.specs.get(v, PartitionSpec())
         if is_free:
@@ -231,7 +231,7 @@ class StageExecutables(StagePlaces):
     def _beginning(self) -> Any:
         """From the batch and what is handed on to the micro-batches, what is handed on, and their shares."""
         pipeline, loop = self.pipeline, self.pipeline.loop
-        ahead, count, lanes = pipeline.ahead, pipeline.schedule.micro_batches, pipeline.lane_count
+        ahead, count = pipeline.ahead, pipeline.schedule.micro_batches
         following = [ahead.next_state[v] for v in ahead.state]
         run = lower(ahead, (*following, *ahead.outputs))
 
@@ -242,14 +242,12 @@ class StageExecutables(StagePlaces):
                 found = run(state, ())
                 state = found[: len(following)]
                 handed.append(found[len(following) :])
+            joined = [jnp.stack(values) for values in zip(*handed, strict=True)]
+            turns = [pipeline.lanes.turn(i) for i in range(count)]
             scales = loop.scales(pieces)
-            if not pipeline.lanes:
-                shares = [None if scales is None else scales[i] for i in range(count)]
-                return [[x[i] for x in pieces] for i in range(count)], handed, state, shares
-            turns = [slice(i * lanes, (i + 1) * lanes) for i in range(count)]
             shares = [None if scales is None else scales[turn] for turn in turns]
-            handed = [list(map(jnp.stack, zip(*handed[turn], strict=True))) for turn in turns]
-            return [[x[turn] for x in pieces] for turn in turns], handed, state, shares
+            given, told = [[[x[turn] for x in group] for turn in turns] for group in (pieces, joined)]
+            return given, told, state, shares
 
         outs = (
             [[self.lies(v, 0) for v in loop.given]] * count,

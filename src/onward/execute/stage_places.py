@@ -66,7 +66,7 @@ class StagePlaces:
             is_over_all = stage == pipeline.schedule.stages
             spec = pipeline.over_stages(v) if is_over_all else pipeline.specs.get(v)
             if in_lanes:
-                spec = PartitionSpec(pipeline.lanes, *(spec or ()))
+                spec = PartitionSpec(pipeline.lanes.axes, *(spec or ()))
             self._places[key] = found if spec is None else NamedSharding(found.mesh, spec)
         return self._places[key]
 
@@ -77,7 +77,7 @@ class StagePlaces:
     def _type(self, v: Variable, stage: int, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         """The type of what lies as a value does; of several lanes that of all, one after the other."""
         if v in self.pipeline.in_lanes:
-            shape = (self.pipeline.lane_count, *shape)
+            shape = (self.pipeline.lanes.count, *shape)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding_of(self.lies(v, stage)))
 
     def lowered(self, program: Program) -> Callable[..., list[Any]]:
@@ -129,15 +129,15 @@ class StagePlaces:
 
     def scale_in(self, stage: int) -> Any:
         """The same as it lies in a stage, for each lane."""
-        if self.scale is None or not self.pipeline.lanes:
+        if self.scale is None or not self.pipeline.lanes.axes:
             return self.scale
-        shape, place = (self.pipeline.lane_count,), self.share_lies(stage)
+        shape, place = (self.pipeline.lanes.count,), self.share_lies(stage)
         return jax.ShapeDtypeStruct(shape, self.scale.dtype, sharding=place)
 
     def share_lies(self, stage: int) -> StagePlace:
         """How the share of a micro-batch lies in a stage."""
-        lanes, whole = self.pipeline.lanes, self.whole[stage]
-        return NamedSharding(whole.mesh, PartitionSpec(lanes)) if lanes else whole
+        axes, whole = self.pipeline.lanes.axes, self.whole[stage]
+        return NamedSharding(whole.mesh, PartitionSpec(axes)) if axes else whole
 
     @property
     def batch(self) -> list[Any]:

@@ -61,7 +61,7 @@ class StageUpdate:
             return value
         if result.is_sum:
             return value.astype(v.dtype)
-        if not self.stages.pipeline.lanes:
+        if not self.stages.pipeline.lanes.axes:
             return result.joined(jnp.stack(value))
         whole = sharding_of(self.stages.whole[self.stage])
         pieces = jax.lax.with_sharding_constraint(jnp.stack(value), whole)

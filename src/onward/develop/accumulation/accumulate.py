@@ -20,7 +20,7 @@ from onward.core.program import Applied, Phase, Program, Recipe, Variable
 from onward.core.recipe import build, laid_out, recipe_of
 from onward.core.source import user_level
 from onward.core.structure import expect_count, expect_flag, is_word
-from onward.core.walk import Where, producers, select
+from onward.core.walk import Where, listed, producers, select
 from onward.core.words import Placement
 from onward.develop.accumulation.micro_batches import Accumulation, with_loop
 from onward.develop.accumulation.statistics import KnownOfWhole, OfMicroBatch, own_keys
@@ -40,7 +40,7 @@ _BY_SHARE = (
 def accumulate(
     program: Program,
     steps: int,
-    whole: Iterable[Where] = (),
+    whole: Where | Iterable[Where] = (),
     example_weight: str = WEIGHT,
     is_sum: bool | None = None,
 ) -> Program:
@@ -100,6 +100,7 @@ def accumulate(
         expect_flag(is_sum, "accumulate: is_sum")
     if not is_word(example_weight, [WEIGHT]):
         select(program.inputs, [example_weight], "example_weight")
+    whole = listed(whole)
     split = batch_names(program, whole, example_weight, recipe.origin.fixed_data)
     told = True if is_sum or _is_merged_by_sum(recipe) else is_sum
     weight = example_weight if example_weight in split else None

@@ -20,7 +20,7 @@ from onward.core.program import Op, Partition, Program, Variable
 from onward.core.walk import ancestors
 from onward.core.words import Pass
 from onward.develop.accumulation.micro_batches import LoopPlan, LoopResult
-from onward.distribute.pipeline.lanes import of_lane
+from onward.distribute.pipeline.lanes import Lanes
 from onward.distribute.pipeline.loops import StageLoops, loop_of, shared_out
 from onward.distribute.pipeline.once import ONCE, Place, Work, with_once
 from onward.distribute.pipeline.parts import apart, parts_of
@@ -62,8 +62,7 @@ class Pipeline:
         updates: for each phase of the update and each stage the Program.
         homes: the stage where each Variable of state lies, and each result; that of stacks, of which each
             stage has a part, is the number of stages.
-        partition: the mesh of devices that each stage has, and what they share; None: one device.
-        lanes: the axes of that mesh along which each has micro-batches of its own.
+        lanes: the devices of each stage, and which of them have micro-batches of their own.
     """
 
     program: Program
@@ -76,8 +75,7 @@ class Pipeline:
     parts: Mapping[Place, Program]
     updates: Mapping[tuple[int, int], Program]
     homes: Mapping[Variable, int]
-    partition: Partition | None = None
-    lanes: tuple[str, ...] = ()
+    lanes: Lanes
 
     @property
     def advice(self) -> str:
@@ -102,20 +100,15 @@ class Pipeline:
         """The loop over micro-batches as it is on one device."""
         return loop_of(self.accumulated)
 
-    @cached_property
-    def lane(self) -> Partition | None:
-        """The mesh that the devices of one lane share; None where it is one device."""
-        return of_lane(self.partition, self.lanes)
-
-    @cached_property
-    def lane_count(self) -> int:
-        """How many micro-batches a stage works on at once."""
-        return 1 if self.partition is None else prod(self.partition.mesh[axis] for axis in self.lanes)
+    @property
+    def partition(self) -> Partition | None:
+        """The mesh of devices that each stage has, and what they share; None: one device."""
+        return self.lanes.mesh
 
     @cached_property
     def in_lanes(self) -> frozenset[Variable]:
         """The values that each lane has of its own: all that is given and made of its micro-batch."""
-        if not self.lanes:
+        if not self.lanes.axes:
             return frozenset()
         made = {v for part in self.parts.values() for op in part.ops for v in op.outputs}
         results = (r.part for r in (*self.results, *self.loop.sums))
@@ -133,9 +126,10 @@ class Pipeline:
     @cached_property
     def state_specs(self) -> Specs:
         """How state and what belongs to it is split over the devices of its stage."""
-        if self.lane is None:
+        how = self.lanes.within
+        if how is None:
             return {}
-        found = state_specs(self.lane, self.accumulated, self._plan, self.once.values())
+        found = state_specs(how, self.accumulated, self._plan, self.once.values())
         return self.loops.with_pieces(found)
 
     @cached_property
@@ -144,7 +138,8 @@ class Pipeline:
         if self.partition is None:
             return {}
         stacks = stack_specs(self.state_specs, self.once.values())
-        data = {} if self.lane is None else data_specs(self.lane, self.accumulated, self._plan)
+        within = self.lanes.within
+        data = {} if within is None else data_specs(within, self.accumulated, self._plan)
         results = result_specs(self.partition, self._plan)
         return self.loops.with_pieces({**self.state_specs, **stacks, **data, **results})
 
@@ -154,9 +149,10 @@ class Pipeline:
 
         Of a stack one layer is read at a time.
         """
-        if self.lane is None:
+        how = self.lanes.within
+        if how is None:
             return {}
-        axes = batch_axes(self.lane, self.loop.how.split)
+        axes = batch_axes(how, self.loop.how.split)
         specs = {v: spec for v, spec in self.state_specs.items() if v not in self.loops.alike}
         read = {v: without_axes(spec, axes) for v, spec in specs.items()}
         return {v: spec for v, spec in read.items() if axes_of(spec) != axes_of(self.state_specs[v])}
@@ -241,8 +237,7 @@ def cut(
     loops: StageLoops,
     schedule: PipelineSchedule,
     homes: Homes,
-    partition: Partition | None,
-    lanes: tuple[str, ...],
+    lanes: Lanes,
 ) -> Pipeline:
     """Cut a Program that accumulates into stages, whose forward activations have these homes.
 
@@ -251,7 +246,7 @@ def cut(
     """
     op = next(op for op in accumulated.ops if op.type is ACCUMULATE)
     loop = loops.loop
-    _expect_divided(loops, of_lane(partition, lanes))
+    _expect_divided(loops, lanes.within)
     turn = loop.turn
     _expect_nothing_before(program, loop)
     ahead = loops.ahead
@@ -274,7 +269,7 @@ def cut(
     before = _before(program, loop, ahead, works)
     statistics = _statistics(accumulated, loop, rest)
     inner = loops, schedule, statistics, before, once, parts, updates
-    return Pipeline(program, accumulated, *inner, placing.homes, partition, lanes)
+    return Pipeline(program, accumulated, *inner, placing.homes, lanes)
 
 
 def _statistics(program: Program, loop: LoopPlan, rest: Iterable[Op]) -> Program:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from math import prod
 
 from jax.sharding import PartitionSpec
 
@@ -21,13 +20,13 @@ from onward.core.placement import expect_no_axis
 from onward.core.program import Partition, Phase, Program, Recipe
 from onward.core.recipe import build, recipe_of, whole_types
 from onward.core.structure import expect_count
-from onward.core.walk import Where
+from onward.core.walk import Where, listed
 from onward.core.words import Pass
 from onward.develop.accumulation.accumulate import accumulate
 from onward.develop.batch import WEIGHT, batch_names
 from onward.distribute.partition import constrained
 from onward.distribute.pipeline.cut import Pipeline, cut, homes_of, loops_of
-from onward.distribute.pipeline.lanes import in_lane, lane_axes
+from onward.distribute.pipeline.lanes import Lanes, in_lane, lanes_of
 from onward.distribute.pipeline.loops import StageLoops, loop_of
 from onward.distribute.pipeline.rolled import is_rolled, rolled_within, without_loops
 from onward.distribute.pipeline.schedule import schedule_of
@@ -51,7 +50,7 @@ def pipeline(
     micro_batches: int,
     schedule: str = "1f1b",
     at: Iterable[str] = (),
-    whole: Iterable[Where] = (),
+    whole: Where | Iterable[Where] = (),
     is_sum: bool | None = None,
     data: int = 1,
 ) -> Pipeline:
@@ -127,14 +126,14 @@ def pipeline(
     expect_count(micro_batches, "pipeline: micro_batches", least=2, of="how many")
     expect_count(data, "pipeline: data", of="how many devices of each stage")
     at = _scopes(at)
-    whole = tuple(whole)
+    whole = listed(whole)
     recipe = recipe_of(program, "at the size of a micro-batch", "Compile it for one device")
     names = batch_names(program, whole, WEIGHT, recipe.origin.fixed_data)
     mesh = _mesh(program, data, names)
-    lanes = lane_axes(mesh, recipe.of(constrained), names)
-    steps = micro_batches if mesh is None else micro_batches * prod(mesh.mesh[axis] for axis in lanes)
-    if lanes and WEIGHT not in names and not recipe.origin.assumes_batch:
-        _expect_divided(program, micro_batches, names, steps, lanes)
+    lanes = lanes_of(mesh, recipe.of(constrained), names)
+    steps = micro_batches * lanes.count
+    if lanes.axes and WEIGHT not in names and not recipe.origin.assumes_batch:
+        _expect_divided(program, micro_batches, names, lanes)
     program = _of_lane(program, recipe, lanes)
     recipe = recipe_of(program, "at the size of a micro-batch", "Compile it for one device")
     _expect_fit(program, recipe)
@@ -150,7 +149,7 @@ def pipeline(
             warnings.simplefilter("ignore")  # the same was said of the Program without loops
             accumulated = accumulate(program, steps, whole=whole, is_sum=is_sum)
         loops = StageLoops(loop_of(accumulated))
-    return cut(program, accumulated, loops, order, homes, mesh, lanes)
+    return cut(program, accumulated, loops, order, homes, lanes)
 
 
 def _mesh(program: Program, data: int, names: Sequence[str]) -> Partition | None:
@@ -172,20 +171,19 @@ def _mesh(program: Program, data: int, names: Sequence[str]) -> Partition | None
     return how
 
 
-def _expect_divided(
-    program: Program, micro_batches: int, names: Sequence[str], steps: int, lanes: Sequence[str]
-) -> None:
+def _expect_divided(program: Program, micro_batches: int, names: Sequence[str], lanes: Lanes) -> None:
     """Raise ``ArgumentError`` for a batch that the micro-batches of all lanes do not divide."""
+    steps = micro_batches * lanes.count
     rows = max(v.shape[0] for v in program.inputs if v.name in names)
     if rows % steps:
         raise ArgumentError(
             f"pipeline: the batch of {program.name!r} has {rows} rows, which {micro_batches} micro-batches "
-            f"for each of {' x '.join(lanes)}={steps // micro_batches} do not divide. Feed {steps} rows or a "
+            f"for each of {' x '.join(lanes.axes)}={lanes.count} do not divide. Feed {steps} rows or a "
             "multiple, or take fewer micro-batches or devices."
         )
 
 
-def _of_lane(program: Program, recipe: Recipe, lanes: Sequence[str]) -> Program:
+def _of_lane(program: Program, recipe: Recipe, lanes: Lanes) -> Program:
     """The Program for one device, or, with its constraints, for those of a lane."""
     if program.partition is None:
         return program
