@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from onward.core.program import Program, Variable
+from onward.distribute.pipeline.once import Place
 from onward.distribute.pipeline.schedule import StageWork
 from onward.execute.stage_executables import StageExecutables
 
@@ -17,7 +18,9 @@ class PipelineRun:
 
     Attributes:
         at: for each stage and micro-batch the values that are there.
+        borrowed: for each stage what it reads of the state of others.
         given: for each micro-batch its part of the batch, and what was handed on to it.
+        scales: the share of each micro-batch, where they do not count alike.
         once: for each stage what is the same for all micro-batches.
         totals: the sums so far.
         pieces: of what is joined, those of all micro-batches.
@@ -27,36 +30,44 @@ class PipelineRun:
 
     def __init__(self, stages: StageExecutables, own: dict[str, Any], fed: Mapping[str, Any]) -> None:
         self.stages, self.own, self._put = stages, own, stages.rows.put
-        self.fed = {**fed, **self._statistics(fed)}
+        pipeline, self.fed = stages.pipeline, dict(fed)
         self.at: dict[tuple[int, int], Values] = {}
-        self._borrowed: dict[tuple[str, int], Any] = {}
-        pipeline = stages.pipeline
-        ahead = pipeline.ahead
-        batch = [self._put(fed[v.name], stages.whole[0]) for v in stages.split]
-        pieces, handed, last, self.scales = stages.begin(
-            (), [self._state(v.name, 0) for v in ahead.state], batch
-        )
-        self.given = [
-            dict(zip((*pipeline.loop.given, *ahead.outputs), (*mine, *hers), strict=True))
-            for mine, hers in zip(pieces, handed, strict=True)
-        ]
+        self.borrowed: dict[tuple[str, int], Any] = {}
+        self.given: list[Values] = []
+        self.scales: Any = None
         self.once: dict[int, Values] = {}
-        for stage, program in pipeline.once.items():
-            self._once(stage, program)
-        self.made: Values = dict(zip((new for *_, new in pipeline.loop.threaded), last, strict=True))
-        self.raw: Values = {}
-        self.totals = {place: zeros() for place, zeros in stages.zeros.items()}
+        self.totals: dict[Place, list[Any]] = {}
         self.pieces: list[list[Any]] = [
             [None] * pipeline.schedule.micro_batches for _ in pipeline.loop.joined
         ]
+        self.raw: Values = {}
+        self.made: Values = {}
+        self.fed |= self._statistics()
+        self._cut_up()
+        for stage, program in pipeline.once.items():
+            self._once(stage, program)
+        for place, zeros in stages.zeros.items():
+            self.totals[place] = zeros()
 
-    def _statistics(self, fed: Mapping[str, Any]) -> dict[str, Any]:
+    def _cut_up(self) -> None:
+        """Cut the batch, and make what micro-batches hand on."""
+        stages, pipeline = self.stages, self.stages.pipeline
+        ahead = pipeline.ahead
+        batch = [self._put(self.fed[v.name], stages.whole[0]) for v in stages.split]
+        state = [self._state(v.name, 0) for v in ahead.state]
+        pieces, handed, last, self.scales = stages.begin((), state, batch)
+        names = (*pipeline.loop.given, *ahead.outputs)
+        pairs = zip(pieces, handed, strict=True)
+        self.given = [dict(zip(names, (*mine, *hers), strict=True)) for mine, hers in pairs]
+        self.made |= zip((new for *_, new in pipeline.loop.threaded), last, strict=True)
+
+    def _statistics(self) -> dict[str, Any]:
         """The statistics of the whole batch, by their names in a turn and outside of the loop."""
         pipeline = self.stages.pipeline
         program = pipeline.statistics
         if not program.outputs:
             return {}
-        data = [self._put(fed[v.name], self.stages.lies(v, 0)) for v in program.inputs]
+        data = [self._put(self.fed[v.name], self.stages.lies(v, 0)) for v in program.inputs]
         found = dict(zip(program.outputs, self.stages.statistics((), [], data), strict=True))
         read = {part.name: found[v] for part, v in pipeline.loop.before.items() if v in found}
         return {**{v.name: x for v, x in found.items()}, **read}
@@ -71,13 +82,13 @@ class PipelineRun:
         lies = self.stages.lies(self.stages.program[name], stage)
         if self.stages.home[name] == lies:
             return self.own[name]
-        if (name, stage) not in self._borrowed:
-            self._borrowed[name, stage] = self._put(self.own[name], lies)
-        return self._borrowed[name, stage]
+        if (name, stage) not in self.borrowed:
+            self.borrowed[name, stage] = self._put(self.own[name], lies)
+        return self.borrowed[name, stage]
 
     def _piece(self, name: str, stage: int) -> Any:
         """The piece of a stack that a stage has, where a stage reads it."""
-        if (name, stage) not in self._borrowed:
+        if (name, stage) not in self.borrowed:
             stages = self.stages
             stack, piece = stages.pieces[name]
             home, lies = stages.pipeline.home(name), stages.lies(piece, stage)
@@ -85,8 +96,8 @@ class PipelineRun:
                 found = stages.rows.piece(self.own[stack.name], piece.shape, lies)
             else:
                 found = self._put(self._piece(name, home), lies)
-            self._borrowed[name, stage] = found
-        return self._borrowed[name, stage]
+            self.borrowed[name, stage] = found
+        return self.borrowed[name, stage]
 
     def _once(self, stage: int, program: Program) -> None:
         """Make what is the same for all micro-batches, and send it to the stages that read it."""
@@ -99,10 +110,11 @@ class PipelineRun:
     def micro_batches(self) -> None:
         """Issue the work of all stages on all micro-batches."""
         for stage, work, i in self.stages.order:
-            self._work(stage, work, i)
+            self.work(stage, work, i)
         self.once.clear()
 
-    def _work(self, stage: int, work: StageWork, i: int) -> None:
+    def work(self, stage: int, work: StageWork, i: int) -> None:
+        """Issue the work of a stage on a micro-batch."""
         part = self.stages.parts[stage, work]
         here = self.at.setdefault((stage, i), {})
         inputs = [self._input(v, stage, i, here) for v in part.program.inputs]

@@ -15,6 +15,7 @@ from onward.distribute.pipeline.cut import Pipeline
 from onward.distribute.pipeline.once import Place
 from onward.execute.options import Value
 from onward.execute.stage_places import StagePlaces
+from onward.execute.stage_rows import StageRows
 from onward.execute.stage_update import StageUpdate
 
 
@@ -64,6 +65,7 @@ class StageExecutables(StagePlaces):
         donate: the names of the state whose buffers a step may reuse.
         options: for the compiler.
         scopes: for the ops of a part those that its instructions have; their own unless given.
+        rows: the devices of the stages, if not those that JAX shows.
 
     Attributes:
         parts: of each stage and work.
@@ -84,8 +86,9 @@ class StageExecutables(StagePlaces):
         donate: Collection[str],
         options: Mapping[str, Value],
         scopes: Callable[[Program], Mapping[Op, str]] | None = None,
+        rows: StageRows | None = None,
     ) -> None:
-        super().__init__(pipeline, options, scopes)
+        super().__init__(pipeline, options, scopes, rows)
         self.pieces = {v.name: (stack, v) for stack, group in pipeline.loops.pieces.items() for v in group}
         self._readers = {v: [*dict.fromkeys(of for of, _ in works)] for v, works in pipeline.readers.items()}
         self.last = {

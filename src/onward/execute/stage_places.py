@@ -24,6 +24,7 @@ class StagePlaces:
         pipeline: the Programs and their order.
         options: for the compiler.
         scopes: for the ops of a part those that its instructions have; their own unless given.
+        rows: the devices of the stages, if not those that JAX shows.
 
     Attributes:
         rows: the devices of the stages.
@@ -38,10 +39,11 @@ class StagePlaces:
         pipeline: Pipeline,
         options: Mapping[str, Value],
         scopes: Callable[[Program], Mapping[Op, str]] | None = None,
+        rows: StageRows | None = None,
     ) -> None:
         self.pipeline, self.program, self._scopes = pipeline, pipeline.accumulated, scopes
         self._options = dict(all_options(options))
-        self.rows = StageRows(pipeline)
+        self.rows = StageRows(pipeline) if rows is None else rows
         self.whole = self.rows.whole
         self._places: dict[tuple[Variable, int, bool], StagePlace] = {}
         self._kept: dict[Variable, Any] = {}  # how values lie that a compiled part left as it found best

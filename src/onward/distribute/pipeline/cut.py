@@ -81,7 +81,7 @@ class Pipeline:
     def advice(self) -> str:
         """The advice for a call that expects a Program and is given a Pipeline."""
         return (
-            "A Pipeline is many already. Transform the Program first; compile, plan, collectives and "
+            "A Pipeline is many already. Transform the Program first; compile, plan, memory, collectives and "
             "save_picture take it."
         )
 

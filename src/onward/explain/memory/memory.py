@@ -17,15 +17,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import overload
 
 from onward.core.check import expect_program
 from onward.core.program import Program
 from onward.core.show import human_bytes
+from onward.distribute.pipeline.cut import Pipeline
 from onward.execute.memory.held import MemoryShare
 from onward.execute.memory.table import bars, place, rows, side_by_side, text
 from onward.execute.memory.use import MemoryUse
 from onward.explain.memory.meshed import on_each_device
 from onward.explain.memory.plot import Chart, OpPoint, Picture, picture
+from onward.explain.memory.stages import PipelineMemory, memory_of_stages
 
 
 class Memory(MemoryUse):
@@ -104,19 +107,29 @@ class Beside:
         return side_by_side([(m.shares, m.peak, m.on_host) for m in self.memories], self.labels)
 
 
-def memory(program: Program) -> Memory:
+@overload
+def memory(program: Program) -> Memory: ...
+
+
+@overload
+def memory(program: Pipeline) -> PipelineMemory: ...
+
+
+def memory(program: Program | Pipeline) -> Memory | PipelineMemory:
     """How much memory a Program takes while it runs: over its ops, and what holds most at the peak.
 
     An estimate; how far it is from what a compiler makes of it is told in ``onward.explain.memory.memory``.
     Of a replicated Program it tells what one device takes. Of a partitioned one the ops are over whole
     arrays, and how far these are split is up to JAX's partitioner: ``each_device`` tells what one device
-    takes, and compiles it for that, as printing does. Otherwise nothing is compiled, and nothing is run.
+    takes, and compiles it for that, as printing does. Of a Pipeline it tells what each stage takes, task by
+    task: all parts are compiled, and what they find in memory follows from the schedule. Otherwise nothing is
+    compiled, and nothing is run.
 
     Args:
-        program: at any stage.
+        program: at any stage; or a Pipeline, which needs as many devices as it runs on.
 
     Raises:
-        ArgumentError: it is not a Program.
+        ArgumentError: it is neither; a Pipeline in several processes, or with too few devices.
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
@@ -127,5 +140,7 @@ def memory(program: Program) -> Memory:
         >>> found.peak, found.peak_op.type, found.shares["saved for backward"]
         (10760, 'dot_general_grad', 2048)
     """
+    if isinstance(program, Pipeline):
+        return memory_of_stages(program)
     expect_program(program, "memory")
     return Memory(program)

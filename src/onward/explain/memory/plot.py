@@ -216,7 +216,7 @@ def _spot(i: int, point: OpPoint, across: float, width: int) -> str:
 
 
 def _told(point: OpPoint, word: str, width: int) -> str:
-    first = f"{word} {human_bytes(point.bytes)} at {point.made_by} {point.place}"
+    first = f"{word} {human_bytes(point.bytes)} at {point.made_by} {point.place}".rstrip()
     largest = sorted(point.shares.items(), key=lambda pair: -pair[1])[: max(width // 200, 1)]
     second = ", ".join(f"{human_bytes(n)} {share}" for share, n in largest if n)
     return (
