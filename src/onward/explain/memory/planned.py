@@ -115,7 +115,7 @@ class PlannedRows(StageRows):
         return PlannedArray(shape, stack.dtype, sharding_of(place), stack.buffers)
 
     def compiled(self, jitted: Any, stage: int, types: Sequence[Any], laid: Any, options: Any) -> Any:
-        """What stands for a compiled function, and how its results lie."""
+        """A function in place of a compiled one, which makes nothing; and how its results lie."""
         compiled, lie = super().compiled(jitted, stage, types, laid, options)
         used = compiled.memory_analysis()
         given = used.output_size_in_bytes - used.alias_size_in_bytes
@@ -172,7 +172,7 @@ class PlannedRun(PipelineRun):
         super().update()
 
     def there(self, stage: int, args: Any) -> Iterator[tuple[MemoryShare, PlannedArray]]:
-        """What the step holds, and what is given to a task of a stage beside, by what it is for."""
+        """All that a stage has of the step, and is given for a task beside, with what it is for."""
         of = MemoryShare
         given = {v for group in self.given for v in group}
         here = [pair for (at, _), values in self.at.items() if at == stage for pair in values.items()]
