@@ -148,7 +148,7 @@ def test_schedules_give_the_same_bits_and_hold_and_wait_as_they_say(monkeypatch:
     """Held: counted of the arrays that are alive, as many of each micro-batch, until it goes back."""
     most: dict[int, int] = {}
     issued: list[Issued] = []
-    work = PipelineRun._work
+    work = PipelineRun.work
 
     def counted(run: Any, stage: int, *task: Any) -> None:
         work(run, stage, *task)
@@ -158,7 +158,7 @@ def test_schedules_give_the_same_bits_and_hold_and_wait_as_they_say(monkeypatch:
         ]
         most[stage] = max(most.get(stage, 0), len(alive))
 
-    monkeypatch.setattr(PipelineRun, "_work", counted)
+    monkeypatch.setattr(PipelineRun, "work", counted)
     params = [normal(WIDE), *MLP]
     program = ow.SGD(0.1).minimize(scaled_mlp, params, X)
     states, held = [], {}
@@ -247,8 +247,8 @@ def test_stages_begin_with_the_scopes_that_are_named(program: Program):
     assert ow.plan(cut) is cut
     assert repr(cut) == "Pipeline('mlp', 2 stages, 1f1b)"
     assert repr(cut.schedule) == str(cut.schedule)
-    with pytest.raises(ow.ArgumentError, match=r"memory was given Pipeline\('mlp', 2 stages, 1f1b\)"):
-        ow.memory(cut)  # type: ignore[arg-type]
+    with pytest.raises(ow.ArgumentError, match=r"summary was given Pipeline\('mlp', 2 stages, 1f1b\)"):
+        ow.summary(cut)  # type: ignore[arg-type]
     with pytest.raises(ow.ArgumentError, match="do not begin one after the other"):
         ow.pipeline(program, 3, 3, at=["layer_2", "layer_1"])
     with pytest.raises(ow.ArgumentError, match="3 stages begin with 2 of them"):

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import onward as ow
 from onward.distribute.pipeline.cut import Pipeline
@@ -74,6 +75,42 @@ def test_what_is_alike_for_all_micro_batches_is_made_and_sent_once(monkeypatch: 
         found = steps_of(cut, params)
         assert {stage: count for (name, stage), count in sent.items() if name == "tanh"} == {1: 2, 2: 2}
         expect_equal(found, steps_of(ow.accumulate(program, 4), params))
+
+
+def tied(params: Any, x: Any) -> Any:
+    """First and last layer are one table, and all between them one weight."""
+    h = x @ params["table"]
+    for i in range(4):
+        with jax.named_scope(f"layer_{i}"):
+            h = h + jnp.tanh(h @ params["each"]) / (i + 1)
+    return jnp.mean((h @ params["table"].T - x) ** 2)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+@pytest.mark.parametrize("how", ["apart", "bfloat16", "two at once", "split"])
+def test_stages_add_up_their_part_of_a_gradient_and_send_it_once(schedule: str, how: str):
+    params = {"table": weights(1)[0], "each": weights(1)[0]}
+    with jax.enable_x64(how != "bfloat16"):
+        program = CLIPPED.minimize(tied, params, X)
+        program = ow.mixed_precision(program) if how == "bfloat16" else program
+        wanted = steps_of(program if how != "bfloat16" else ow.accumulate(program, 6), params)
+        if how == "split":
+            program = ow.partition(program, {"fsdp": 2}, {"*": "fsdp"}, batch="fsdp")
+        cut = ow.pipeline(program, 3, 6, schedule, data=2 if how == "two at once" else 1)
+        found = steps_of(cut, params)
+    for part in cut.parts.values():
+        assert all(v.shape != (WIDE, WIDE) for v in part.outputs if v in cut.readers), part.name
+    sums = [(v.name, cut.home(v.name)) for v in cut.accumulated.parameters]
+    added = [sorted(cut.homes[v] for v in op.inputs) for op in cut.accumulated.ops if op.type == "sum"]
+    each = [0, 1] if how == "bfloat16" else [0, 1, 2]
+    assert (sorted(added), sums) == ([each, [0, 2]], [("each", 0), ("table", 0)])
+    if how == "bfloat16":
+        for name, value in wanted[0].items():
+            np.testing.assert_allclose(found[0][name], value, rtol=0.02, atol=0.004, err_msg=name)
+    else:
+        expect_equal(found, wanted)
+    if how == "split":
+        assert {cut.specs[r.part] for r in cut.loop.sums if r.part.shape == (WIDE, WIDE)} == {P("fsdp")}
 
 
 def test_parameters_in_a_low_precision_are_kept_once_a_step():

@@ -25,6 +25,7 @@ from onward.distribute.pipeline.loops import StageLoops, loop_of, shared_out
 from onward.distribute.pipeline.once import ONCE, Place, Work, with_once
 from onward.distribute.pipeline.parts import apart, parts_of
 from onward.distribute.pipeline.schedule import PipelineSchedule, StageWork
+from onward.distribute.pipeline.shared import summed_in_stages
 from onward.distribute.pipeline.stage_specs import (
     STAGES,
     Specs,
@@ -244,6 +245,7 @@ def cut(
     Raises:
         GraphError: ops stand before the forward pass.
     """
+    accumulated, loops = _apart(accumulated, loops, homes, schedule.stages)
     op = next(op for op in accumulated.ops if op.type is ACCUMULATE)
     loop = loops.loop
     _expect_divided(loops, lanes.within)
@@ -270,6 +272,16 @@ def cut(
     statistics = _statistics(accumulated, loop, rest)
     inner = loops, schedule, statistics, before, once, parts, updates
     return Pipeline(program, accumulated, *inner, placing.homes, lanes)
+
+
+def _apart(accumulated: Program, loops: StageLoops, homes: Homes, stages: int) -> tuple[Program, StageLoops]:
+    """A Program that accumulates and its loops, with a sum in each stage of what several have a part of."""
+    inside = stages_by_name(loops.loop.turn, frozenset(loops.ahead), stages, homes)
+    found = summed_in_stages(accumulated, inside)
+    if found is accumulated:
+        return accumulated, loops
+    whole = StageLoops(loop_of(found))
+    return found, shared_out(whole, stages) if loops.begins else whole
 
 
 def _statistics(program: Program, loop: LoopPlan, rest: Iterable[Op]) -> Program:

@@ -65,8 +65,8 @@ def pipeline(
     The forward pass is cut where the stages cost about the same, counted in operations and bytes, and of such
     cuts where the fewest bytes are sent. A parameter lies in the first stage that reads it; if others read it
     too, such as an embedding that is also the last layer, that stage sends it to them at each step, and they
-    send it their part of its gradient for each micro-batch. Rules that look at all gradients, such as
-    ``ClipByGlobalNorm``, exchange numbers, not arrays.
+    send it their part of its gradient, added up over all micro-batches. Rules that look at all gradients,
+    such as ``ClipByGlobalNorm``, exchange numbers, not arrays.
 
     Layers that are the turns of a ``jax.lax.scan`` over stacks of parameters are shared out evenly: each
     stage loops over some of them, and has their part of each stack, whose home is all stages together.

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 from onward.core.meshes import axes_of, parameters_of
 from onward.core.program import Partition, Program, Variable
 from onward.develop.accumulation.micro_batches import LoopPlan
+from onward.distribute.pipeline.stages import is_gradient_sum
 
 Specs = Mapping[Variable, PartitionSpec]
 STAGES = "all stages"
@@ -47,6 +48,9 @@ def _in_shape_of(program: Program, loop: LoopPlan, once: Iterable[Program]) -> M
     of = {p: p for p in program.parameters} | {**parameters_of(program)}
     of |= {program.next_state[v]: p for v, p in of.items() if v in program.next_state}
     of |= {g: p for p, g in program.gradients}
+    for op in reversed(program.ops):
+        if is_gradient_sum(op) and op.outputs[0] in of:  # of what several stages have a part of
+            of |= dict.fromkeys(op.inputs, of[op.outputs[0]])
     of |= {r.part: of[r.whole] for r in loop.sums if r.whole in of}
     named = {v.name: p for v, p in of.items()}
     of |= {v: named[v.name] for v in loop.turn.state if v.name in named}

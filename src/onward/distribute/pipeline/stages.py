@@ -27,6 +27,7 @@ import numpy as np
 from onward.core.cost import cost, size
 from onward.core.errors import ArgumentError, GraphError, UnknownNameError, nearest
 from onward.core.homes import scopes
+from onward.core.marks import SUM
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import descendants
 from onward.core.words import Kind, Pass
@@ -253,9 +254,35 @@ def _place_backward(turn: Program, ahead: Collection[Op], found: dict[Op, int], 
         else:
             continue
         late.update(dict.fromkeys(op.outputs, found[op]))
+    for op in _tails(rest):
+        found[op] = max(late[v] for v in op.inputs)
+        late.update(dict.fromkeys(op.outputs, found[op]))
     readers: dict[Variable, int] = {}
     for op in reversed(rest):  # such as the gradient that all begins with
         if op not in found:
             found[op] = max((readers[v] for v in op.outputs if v in readers), default=stages - 1)
         for v in op.inputs:
             readers[v] = max(found[op], readers.get(v, 0))
+
+
+def _tails(ops: Sequence[Op]) -> list[Op]:
+    """The gradient ops that hand one gradient on to where it is added up over all micro-batches.
+
+    Such as the cast of one that a later stage made: it is done there, so that it can be added up there.
+    """
+    made = {v for op in ops for v in op.outputs}
+    read: dict[Variable, list[Op]] = {}
+    found: dict[Op, bool] = {}
+    for op in reversed(ops):
+        if all(reader in found for v in op.outputs for reader in read.get(v, ())):
+            hands_on = len(set(op.inputs)) == 1 and made.issuperset(op.inputs)
+            if hands_on or is_gradient_sum(op):
+                found[op] = hands_on
+        for v in op.inputs:
+            read.setdefault(v, []).append(op)
+    return [op for op, hands_on in reversed(found.items()) if hands_on]
+
+
+def is_gradient_sum(op: Op) -> bool:
+    """Whether an op adds up the gradients of what several ops read."""
+    return op.type is SUM and op.made_by is Pass.BACKWARD
