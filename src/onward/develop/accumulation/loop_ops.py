@@ -7,6 +7,7 @@ from collections.abc import Set as AbstractSet
 
 from onward.core.errors import GraphError, RecipeError
 from onward.core.marks import KEEP, OF_WHOLE_BATCH, SCALE
+from onward.core.primitives.table import of
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import ancestors
 from onward.core.words import Pass
@@ -18,20 +19,26 @@ class LoopCut:
 
     The loop holds the forward and backward ops, and those collectives that these need, that make the state
     carried by the forward pass, or that read how much a device's part of a micro-batch counts. Ops that make
-    statistics of the whole batch stand before it, and in it as well where it reads what they make.
+    statistics of the whole batch stand before it, and in it as well where it reads what they make; and so do
+    those that make the next value of state of no example, such as a count of steps, which is made once.
 
     Args:
         program: a Program with a backward pass.
+        split: the names of the data that is cut.
         behind: the names of the first results of forward ops that come after the loop.
     """
 
-    def __init__(self, program: Program, behind: AbstractSet[str] = frozenset()) -> None:
+    def __init__(
+        self, program: Program, split: Collection[str], behind: AbstractSet[str] = frozenset()
+    ) -> None:
         self.program, self.behind = program, behind
         self.late = _late(program)
         self.following = {old: self.proposed.get(new, new) for old, new in program.next_state.items()}
         self.threaded = self._threaded()
+        once = self._once(split)
+        self.threaded = {old: new for old, new in self.threaded.items() if old not in once}
         of_whole = [v for op in program.ops if op.type is OF_WHOLE_BATCH for v in op.outputs]
-        known = ancestors(program, of_whole)
+        known = ancestors(program, [*of_whole, *once.values()])
         first = {op for op in program.ops if not known.isdisjoint(op.outputs)}
         inside = self._inside()
         self.loop = self._loop(inside, first)
@@ -67,6 +74,23 @@ class LoopCut:
             if known == found.keys():
                 return found
             known = set(found)
+
+    def _once(self, split: Collection[str]) -> dict[Variable, Variable]:
+        """Of what the forward pass carries on, state that changes in the same way for any micro-batches."""
+        program = self.program
+        given = [v for v in program.inputs if v.name in split]
+        drawing = [op for op in program.ops if any(_is_random(p) for p in op.body.primitives)]
+        drawn = {v for op in drawing for v in op.outputs}
+        keys = ancestors(program, [v for op in drawing for v in op.inputs])
+        found = {old: new for old, new in self.threaded.items() if old not in keys and new not in keys}
+        while True:
+            differs = {*given, *drawn, *(old for old in self.threaded if old not in found)}
+            for op in program.ops:
+                if op.type is not OF_WHOLE_BATCH and not differs.isdisjoint(op.inputs):
+                    differs.update(op.outputs)
+            if differs.isdisjoint(found.values()):
+                return found
+            found = {old: new for old, new in found.items() if new not in differs}
 
     def _inside(self) -> set[Op]:
         ops = self.program.ops
@@ -130,6 +154,11 @@ class LoopCut:
             if not needed.isdisjoint(op.outputs):
                 needed.update(op.inputs)
         return {v for v in needed if v in self.made}
+
+
+def _is_random(primitive: str) -> bool:
+    row = of(primitive)
+    return row.draws or row.makes_keys
 
 
 def _late(program: Program) -> set[Variable]:
