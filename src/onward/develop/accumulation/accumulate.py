@@ -22,6 +22,7 @@ from onward.core.source import user_level
 from onward.core.structure import expect_count, expect_flag, is_word
 from onward.core.walk import Where, listed, producers, select
 from onward.core.words import Placement
+from onward.develop.accumulation.carried import drawn_with, is_counted, made_of, untold
 from onward.develop.accumulation.micro_batches import Accumulation, with_loop
 from onward.develop.accumulation.statistics import KnownOfWhole, OfMicroBatch, own_keys
 from onward.develop.batch import WEIGHT, batch_names, data_types, filled_up
@@ -170,6 +171,7 @@ def _told(recipe: Recipe, program: Program, data: tuple[Any, ...], how: Accumula
     results = [v for v in part.signature.result.variables if v is not part.loss]
     _expect_apart(part, following, how)
     _expect_merged(part, following, results)
+    _expect_moved_on(part, following, told)
     told = replace(told, is_sum=is_sum_of(part, following, "accumulate takes the mean over micro-batches"))
     return told if how.weight is None or _is_told(part, following) else _by_share(whole, part, by_share, told)
 
@@ -178,23 +180,31 @@ def _walked(
     whole: Program, part: Program, how: Accumulation, is_left: bool
 ) -> tuple[Accumulation, Following | None]:
     """How results follow from those of the micro-batches; nothing if they are not the same ops."""
-    known = KnownOfWhole(whole, part, is_left)
-    following = follow(whole, part, how.steps, how.split, known.can_have, in_turn=True)
-    if following is None or part.signature is None:
-        return how, following
-    after, handed = known.after_the_loop(whole, part, following)
-    following = following.without(after)
-    results = part.signature.result.variables
-    told = {v.name: following.found[v] for v in (*results, *handed)}
-    read = known.stand_ins(part, following, how.steps)
+    of_data = made_of(part, how.split)
+    handed = {**of_data, **drawn_with(part, how.split)} if is_left else drawn_with(part, how.split)
+    while True:
+        known = KnownOfWhole(whole, part, is_left, handed)
+        following = follow(whole, part, how.steps, how.split, known.can_have, in_turn=True)
+        if following is None or part.signature is None:
+            return how, following
+        after, read = known.after_the_loop(whole, part, following)
+        following = following.without(after)
+        merged = {old: new for old, new in of_data.items() if old not in handed}
+        if not (left := untold(part, following, after, merged)):
+            break
+        handed |= left
+    results = (*part.signature.result.variables, *merged.values())
+    told = {v.name: following.found[v] for v in (*results, *read)}
+    stand_ins = known.stand_ins(part, following, how.steps, [*part.outputs, *merged.values()])
     how = replace(
         how,
-        stand_ins=(*read, *own_keys(part, following, how.split)),
+        stand_ins=(*stand_ins, *own_keys(part, following, how.split)),
+        merged=frozenset(old.name for old in merged),
         behind=frozenset(op.outputs[0].name for op in after),
         told=tuple((name, f) for name, f in told.items() if not (how.by_share and f == Follows(How.MEAN))),
     )
     if how.weight is not None:
-        of_whole = {(one.op, one.value) for one in read if one.read is OF_WHOLE_BATCH}
+        of_whole = {(one.op, one.value) for one in stand_ins if one.read is OF_WHOLE_BATCH}
         how = replace(how, misled=misled(part, following, how.weight, after, of_whole))
     whole_numbers = known.known_counts(following).difference(map(producers(part).get, results))
     return how, following.without_numbers(whole_numbers, known.values)
@@ -295,6 +305,25 @@ def _expect_merged(part: Program, following: Following, results: Iterable[Variab
                 "of; is_sum=False says that it is meant so.",
                 stacklevel=user_level(),
             )
+
+
+def _expect_moved_on(part: Program, following: Following, how: Accumulation) -> None:
+    """Warn of state made of examples that micro-batches move on one after the other."""
+    drawn = drawn_with(part, how.split)
+    handed = {old: new for old, new in made_of(part, how.split).items() if old.name not in how.merged}
+    left = {o: n for o, n in handed.items() if o not in drawn and not is_counted(part, o, n)}
+    near = following.reaching(part, left.values())
+    if not left or near.mixing or near.normalizing:  # told already
+        return
+    reading = next(iter((*near.bent, *near.counting(part))), None)
+    read = f" ({reading.type!r}{reading.at} reads or gives a number of all examples)" if reading else ""
+    warnings.warn(
+        f"{part.name}: how the state {' and '.join(repr(v.name) for v in left)} of the whole batch follows "
+        f"from that of micro-batches is not known{read}. Each of {how.steps} moves it on by its own "
+        "examples, one after the other, so that after a step it differs. Carry the mean or the sum that it "
+        "is made of; is_sum=False, or True for a sum over examples, says that it is meant so.",
+        stacklevel=user_level(),
+    )
 
 
 def accumulation_of(program: Program) -> Accumulation | None:

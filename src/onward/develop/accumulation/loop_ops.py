@@ -7,10 +7,10 @@ from collections.abc import Set as AbstractSet
 
 from onward.core.errors import GraphError, RecipeError
 from onward.core.marks import KEEP, OF_WHOLE_BATCH, SCALE
-from onward.core.primitives.table import of
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import ancestors
 from onward.core.words import Pass
+from onward.develop.accumulation.carried import random_values
 from onward.develop.over_batch.known import Follows
 
 
@@ -26,12 +26,17 @@ class LoopCut:
         program: a Program with a backward pass.
         split: the names of the data that is cut.
         behind: the names of the first results of forward ops that come after the loop.
+        merged: the names of the state whose next value is put together as results are.
     """
 
     def __init__(
-        self, program: Program, split: Collection[str], behind: AbstractSet[str] = frozenset()
+        self,
+        program: Program,
+        split: Collection[str],
+        behind: AbstractSet[str] = frozenset(),
+        merged: AbstractSet[str] = frozenset(),
     ) -> None:
-        self.program, self.behind = program, behind
+        self.program, self.behind, self._merged = program, behind, merged
         self.late = _late(program)
         self.following = {old: self.proposed.get(new, new) for old, new in program.next_state.items()}
         self.threaded = self._threaded()
@@ -69,7 +74,7 @@ class LoopCut:
         found: dict[Variable, Variable] = {}
         known: set[Variable] = set()
         while True:  # what replaces one state Variable may be another one that is carried
-            following = self.following.items()
+            following = [(old, new) for old, new in self.following.items() if old.name not in self._merged]
             found = {old: new for old, new in following if new in made or (new in known and new is not old)}
             if known == found.keys():
                 return found
@@ -79,9 +84,7 @@ class LoopCut:
         """Of what the forward pass carries on, state that changes in the same way for any micro-batches."""
         program = self.program
         given = [v for v in program.inputs if v.name in split]
-        drawing = [op for op in program.ops if any(_is_random(p) for p in op.body.primitives)]
-        drawn = {v for op in drawing for v in op.outputs}
-        keys = ancestors(program, [v for op in drawing for v in op.inputs])
+        keys, drawn = random_values(program)
         found = {old: new for old, new in self.threaded.items() if old not in keys and new not in keys}
         while True:
             differs = {*given, *drawn, *(old for old in self.threaded if old not in found)}
@@ -154,11 +157,6 @@ class LoopCut:
             if not needed.isdisjoint(op.outputs):
                 needed.update(op.inputs)
         return {v for v in needed if v in self.made}
-
-
-def _is_random(primitive: str) -> bool:
-    row = of(primitive)
-    return row.draws or row.makes_keys
 
 
 def _late(program: Program) -> set[Variable]:

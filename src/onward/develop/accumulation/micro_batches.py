@@ -49,6 +49,7 @@ class Accumulation:
         told: how the results, and what these ops read, follow from those of the micro-batches, by name.
         stand_ins: the values that the forward pass reads in place of those of its micro-batch.
         misled: what filling up the batch may change, and why, in words.
+        merged: the state whose next value is put together as results are, by name.
     """
 
     steps: int
@@ -60,6 +61,7 @@ class Accumulation:
     told: tuple[tuple[str, Follows], ...] = ()
     stand_ins: tuple[StandIn, ...] = ()
     misled: tuple[tuple[str, str], ...] = ()
+    merged: frozenset[str] = frozenset()
 
     def is_filled(self, program: Program) -> bool:
         """Whether micro-batches of a Program have to be filled up with examples of weight 0."""
@@ -111,7 +113,7 @@ def with_loop(program: Program, micro: Program, how: Accumulation) -> Program:
             batch, or an update that looks at the batch itself.
         RecipeError: at the size of a micro-batch the function builds another graph.
     """
-    whole, part = (LoopCut(p, how.split, how.behind) for p in (program, micro))
+    whole, part = (LoopCut(p, how.split, how.behind, how.merged) for p in (program, micro))
     expect_same_graph(whole, part)
     expect_no_data_in_updates(whole, how.split)
     plan = LoopPlan(whole, part, how)

@@ -8,7 +8,7 @@ times as small for a micro-batch as there are of them, is scaled.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,13 +65,21 @@ def _is_whole(follows: Follows) -> bool:
 class KnownOfWhole:
     """The values of the whole batch that micro-batches can have: made of data alone, or multiples of sums.
 
-    What they carry from one to the next is their own. Nothing is known where the loss is left to the weights
-    of examples, or to people.
+    What they hand on from one to the next is their own. Nothing is known where the loss is left to the
+    weights of examples, or to people.
+
+    Args:
+        whole: the forward Program of the whole batch.
+        part: that of a micro-batch.
+        is_left: whether nothing is known.
+        handed: the state that micro-batches hand on, with what replaces it.
     """
 
-    def __init__(self, whole: Program, part: Program, is_left: bool) -> None:
-        data, self.carried = made_of_data(part), ancestors(part, part.next_state.values())
-        self.of_data, self.is_left = data, is_left
+    def __init__(
+        self, whole: Program, part: Program, is_left: bool, handed: Mapping[Variable, Variable]
+    ) -> None:
+        data, self.carried = made_of_data(part), ancestors(part, handed.values())
+        self.of_data, self.is_left, self.handed = data, is_left, handed
         same = {v for v in data if v.name in whole and whole[v.name].shape == v.shape}
         self.values = set[Variable]() if is_left else same - self.carried
 
@@ -89,7 +97,7 @@ class KnownOfWhole:
         """
         if self.is_left:
             return set(), set()
-        stays = [*part.next_state.values(), *([] if part.loss is None else [part.loss])]
+        stays = [*self.handed.values(), *([] if part.loss is None else [part.loss])]
         after = behind(whole, part, following, stays, _is_whole)
         held, made = {v for op in after for v in op.outputs}, set(computed(part))
         return after, {v for op in after for v in op.inputs if v in made and v not in held}
@@ -98,15 +106,18 @@ class KnownOfWhole:
         """The ops of known values with numbers in them that count the examples, such as n - 1."""
         return {op for op in following.numbers if self.values >= {*op.outputs}}
 
-    def stand_ins(self, part: Program, following: Following, steps: int) -> tuple[StandIn, ...]:
+    def stand_ins(
+        self, part: Program, following: Following, steps: int, results: Iterable[Variable]
+    ) -> tuple[StandIn, ...]:
         """The values that ops have to read to compute what the whole does.
 
         Args:
             part: the forward Program of a micro-batch.
             following: how it follows the whole, with exact statistics.
             steps: how many micro-batches there are.
+            results: what is put together.
         """
-        told = following.reaching(part, part.outputs)
+        told = following.reaching(part, results)
         needs = {(op, v): need for op, asked in told.needs.items() for v, need in asked.items()}
         read = {v for op in self.known_counts(told) for v in op.outputs} | (
             told.constants.keys() & self.values
