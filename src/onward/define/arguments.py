@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -146,3 +146,25 @@ def _is_equinox_module(value: Any) -> bool:
 
 def _has_equinox_base(value: Any) -> bool:
     return any(base.__module__.partition(".")[0] == "equinox" for base in type(value).__mro__)
+
+
+def traced_again(first: Sequence[Specification], now: Sequence[Specification]) -> str:
+    """In words, that a function which was traced before is now given arrays of other shapes."""
+    changed = [
+        ("/".join(filter(None, (before.name, old.path))), old.type.shape, new.type.shape)
+        for before, other in zip(first, now, strict=True)
+        for old, new in zip(before.arrays, other.arrays, strict=False)
+        if old.type.shape != new.type.shape
+    ]
+    if not changed:
+        return ""
+    told = " and ".join(f"{name} of shape {shape}" for name, shape, _ in changed)
+    again = " and ".join(str(shape) for *_, shape in changed)
+    whole = (
+        " Data that holds no examples, and is as long as the batch by chance, is cut with it unless told: "
+        f"whole=[name], such as whole=[{changed[-1][0]!r}]."
+    )
+    return (
+        f" It was traced for {told}, and again for {again}, that of a part of the batch or of another batch: "
+        f"let it take any number of examples.{whole if len(changed) > 1 else ''}"
+    )

@@ -28,7 +28,7 @@ from onward.core.structure import Static, describe
 from onward.core.traces import Traces
 from onward.core.walk import name_of
 from onward.core.words import Kind
-from onward.define.arguments import Leaf, Specification, Type, specify, type_of
+from onward.define.arguments import Leaf, Specification, Type, specify, traced_again, type_of
 from onward.define.assembly import Traced, assemble
 from onward.define.context import Context, current_context
 from onward.define.lazy import NAMING, Lazy, LazyCall, data_in, has_lazy, lazies_in, leaves, made, resolved
@@ -168,7 +168,7 @@ class _TracedFunction:
         try:
             return again.program()
         except TraceError as error:
-            raise TraceError(f"{error}{_traced_again(self.data, specified)}") from error.__cause__
+            raise TraceError(f"{error}{traced_again(self.data, specified)}") from error.__cause__
 
     def for_test(self) -> Program:
         """The forward Program as it is when nothing is trained."""
@@ -384,16 +384,3 @@ def _explained(error: Exception, name: str) -> TraceError:
     else:
         advice = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
     return TraceError(f"{name} cannot be traced. At {where}: {advice}")
-
-
-def _traced_again(first: Sequence[Specification], now: Sequence[Specification]) -> str:
-    """In words, that a function which was traced before is now given arrays of other types."""
-    for before, other in zip(first, now, strict=True):
-        for old, new in zip(before.arrays, other.arrays, strict=False):
-            if old.type.shape != new.type.shape:
-                return (
-                    f" It was traced for {before.name} of shape {old.type.shape}, and again for "
-                    f"{new.type.shape}, that of a part of the batch or of another batch: let it take any "
-                    "number of examples."
-                )
-    return ""

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from onward.core.check import expect_program
-from onward.core.errors import ArgumentError, known_as
+from onward.core.errors import ArgumentError, LossError, known_as
 from onward.core.program import Program, Variable
 from onward.core.structure import describe
 from onward.core.walk import Where, listed, select
@@ -231,7 +231,14 @@ class Optimizer(OptimizerRule):
         wanted = (
             program.parameters if chosen is None else select(program.parameters, chosen, "parameter_list")
         )
-        return [p for p in wanted if not routing[p].frozen]
+        trained = [p for p in wanted if not routing[p].frozen]
+        if wanted and not trained:
+            names = ", ".join(repr(p.name) for p in wanted[:5])
+            raise LossError(
+                f"{program.name!r}: the groups of the optimizer freeze all parameters that are to be trained "
+                f"({names}), so that there is nothing to train. Let frozen=True meet fewer of them."
+            )
+        return trained
 
 
 _OF_TRACE = tuple(p.name for p in inspect.signature(trace).parameters.values() if p.kind is p.KEYWORD_ONLY)

@@ -12,6 +12,7 @@ from onward.core.lower import lower
 from onward.core.program import Program
 from onward.core.structure import describe
 from onward.derive.for_evaluation import evaluated_parameters
+from onward.execute.layout import Layout
 from onward.execute.lying import together
 from onward.execute.merged import multiplied_out
 from onward.execute.state import State
@@ -33,7 +34,8 @@ def averaged(program: Program, state: State) -> Any:
         ArgumentError: something else than a training Program and a State.
         GraphError: every device keeps a part of the averages, or its own.
         RecipeError: the Program was not traced, or its ops were changed by hand.
-        StateError: a State that was given to a step before.
+        StateError: a State that was given to a step before, or of a step that keeps its averages otherwise,
+            such as a part on each device.
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
@@ -69,4 +71,5 @@ def averages(program: Program, state: State) -> list[Any]:
     """The values of all parameters to evaluate, in their order; some may be the State's own arrays."""
     state.expect_whole()
     evaluated = evaluated_parameters(program)
+    Layout.of(evaluated).expect_all(state.layout, program.name)
     return lower(evaluated, evaluated.outputs)(together([state[v] for v in evaluated.state]), ())

@@ -16,13 +16,14 @@ from typing import Any
 from onward.core.check import check
 from onward.core.errors import ArgumentError, GraphError, OnwardError
 from onward.core.marks import OF_WHOLE_BATCH
-from onward.core.program import Applied, Phase, Program, Recipe, Variable
+from onward.core.program import Applied, Phase, Program, Recipe
 from onward.core.recipe import build, laid_out, recipe_of
 from onward.core.source import user_level
 from onward.core.structure import expect_count, expect_flag, is_word
 from onward.core.walk import Where, listed, producers, select
 from onward.core.words import Placement
-from onward.develop.accumulation.carried import drawn_with, is_counted, made_of, untold
+from onward.develop.accumulation.carried import drawn_with, made_of, untold
+from onward.develop.accumulation.differing import expect_apart, expect_merged, expect_moved_on
 from onward.develop.accumulation.micro_batches import Accumulation, with_loop
 from onward.develop.accumulation.statistics import KnownOfWhole, OfMicroBatch, own_keys
 from onward.develop.batch import WEIGHT, batch_names, data_types, filled_up
@@ -32,10 +33,6 @@ from onward.develop.over_batch.loss import is_sum as is_sum_of
 from onward.develop.over_batch.walk import follow, where_parted
 
 _PURPOSE = "at the size of a micro-batch", "Feed smaller batches"
-_BY_SHARE = (
-    ", but for a mean weighed by example_weight, jnp.sum(w * e) / jnp.sum(w): micro-batches count as much as "
-    "the weights of their examples"
-)
 
 
 def accumulate(
@@ -50,10 +47,12 @@ def accumulate(
     The batch is cut along the first axis. For a loss that is a mean over examples or a sum, which the graph
     tells, the step is that of the big batch, and so are the results beside the loss: a mean, a sum, a count,
     the largest, and what is computed of them, such as a perplexity, which runs once, after the loop. An array
-    over examples is joined; where nothing is known of a result, floats are averaged and integers summed. What
-    the forward pass carries (statistics, random keys, counters) goes from one micro-batch to the next; from a
-    key that all have, each draws numbers of its own for its examples. A statistic of data alone, such as how
-    many tokens a mask lets count, is computed before the loop, and ``of_whole_batch`` in the printout. If the
+    over examples is joined; where nothing is known of a result, floats are averaged and integers summed.
+    State that the forward pass carries is that of the big batch too, wherever the graph tells: a count of
+    steps moves on once, a running mean is that of the whole batch. Random keys, and what they are made of, go
+    from one micro-batch to the next, and so does other state, which is warned of; from a key that all have,
+    each draws numbers of its own for its examples. A statistic of data alone, such as how many tokens a mask
+    lets count, is computed before the loop, and ``of_whole_batch`` in the printout. If the
     function takes ``example_weight``, an array [batch] or [batch, ...], a batch that does not divide is
     filled up with examples of weight 0. Where nothing is known of the loss, it is taken for a mean weighed by
     it. What normalizes by statistics of activations sees one micro-batch at a time, which is warned of.
@@ -81,10 +80,11 @@ def accumulate(
     Warns:
         UserWarning: the loss is neither (the root of a mean, a quotient by a sum of activations, a sum times
             a number that counts the batch otherwise than a mean does), so that the mean over micro-batches is
-            not the loss of the big batch; examples see each other, as in a graph whose nodes are the batch,
-            or by batch normalization; a result holds all of them several times, or numbers them; the
-            function is another one for a micro-batch; or a batch is filled up, which may change the loss, a
-            result or state: it adds up what the weights do not make 0, or is divided by the number of rows.
+            not the loss of the big batch; state of which that is so; examples see each other, as in a graph
+            whose nodes are the batch, or by batch normalization; a result holds all of them several times, or
+            numbers them; the function is another one for a micro-batch; or a batch is filled up, which may
+            change the loss, a result or state: it adds up what the weights do not make 0, or is divided by
+            the number of rows.
 
     Source: Huang et al., GPipe, 2019, section 2.2 (micro-batches whose gradients are summed before one
     update).
@@ -169,9 +169,9 @@ def _told(recipe: Recipe, program: Program, data: tuple[Any, ...], how: Accumula
     if following is None or part.signature is None or is_left:
         return told if is_left else by_share
     results = [v for v in part.signature.result.variables if v is not part.loss]
-    _expect_apart(part, following, how)
-    _expect_merged(part, following, results)
-    _expect_moved_on(part, following, told)
+    expect_apart(part, following, how)
+    expect_merged(part, following, results)
+    expect_moved_on(part, following, told)
     told = replace(told, is_sum=is_sum_of(part, following, "accumulate takes the mean over micro-batches"))
     return told if how.weight is None or _is_told(part, following) else _by_share(whole, part, by_share, told)
 
@@ -261,69 +261,6 @@ def _expect_filled(program: Program, how: Accumulation) -> None:
         parts = f"{how.steps} micro-batches{_on(count)}"
         told = filled_up(program.name, how.whole_rows(program), parts, how.misled)
         warnings.warn(told, stacklevel=user_level())
-
-
-def _expect_apart(part: Program, following: Following, how: Accumulation) -> None:
-    """Warn where what a micro-batch returns or carries on needs the examples of others."""
-    steps, by_share = how.steps, "" if how.weight is None else _BY_SHARE
-    near = following.reaching(part, [*part.outputs, *part.next_state.values()])
-    meant = "If it is meant so: is_sum=False, or True for a sum over examples."
-    for op, why in near.mixing[:1]:
-        warnings.warn(
-            f"{part.name}: {op.type!r}{op.at} {why}, and each of {steps} micro-batches has only its own. The "
-            f"result differs from that of the whole batch{by_share}. Data that every micro-batch needs "
-            f"whole, such as the nodes of a graph: accumulate(..., whole=['nodes']). {meant}",
-            stacklevel=user_level(),
-        )
-    for op in near.normalizing[:1]:
-        warnings.warn(
-            f"{part.name}: {op.type!r}{op.at} reads a statistic of the examples, as batch normalization "
-            f"does, and each of {steps} micro-batches has only its own. The result differs from that of the "
-            f"whole batch. Normalize every example by itself (layer_norm, group_norm). {meant}",
-            stacklevel=user_level(),
-        )
-    for v in following.out_of_order(v for v in part.outputs if v not in part.constants)[:1]:
-        warnings.warn(
-            f"{part.name}: the result {v.name!r} holds the examples several times, or counts them from 0, "
-            f"and each of {steps} micro-batches lays its own beside each other: it differs from that of the "
-            "whole batch. Return examples once each, as a tuple in place of a concatenation, and count them "
-            "outside.",
-            stacklevel=user_level(),
-        )
-
-
-def _expect_merged(part: Program, following: Following, results: Iterable[Variable]) -> None:
-    """Warn of results that cannot be put together from those of micro-batches."""
-    for v in results:
-        near = following.reaching(part, [v])
-        for op in [*near.bent, *near.counting(part)][:1]:
-            warnings.warn(
-                f"{part.name}: the result {v.name!r} is neither a mean over examples nor a sum, the largest "
-                f"or the smallest: {op.type!r}{op.at} reads or gives a number of all examples, and every "
-                f"micro-batch has its own. {'The mean' if v.is_float else 'The sum'} of theirs is returned, "
-                "which is not that of the whole batch. Return the mean or the sum that the number is made "
-                "of; is_sum=False says that it is meant so.",
-                stacklevel=user_level(),
-            )
-
-
-def _expect_moved_on(part: Program, following: Following, how: Accumulation) -> None:
-    """Warn of state made of examples that micro-batches move on one after the other."""
-    drawn = drawn_with(part, how.split)
-    handed = {old: new for old, new in made_of(part, how.split).items() if old.name not in how.merged}
-    left = {o: n for o, n in handed.items() if o not in drawn and not is_counted(part, o, n)}
-    near = following.reaching(part, left.values())
-    if not left or near.mixing or near.normalizing:  # told already
-        return
-    reading = next(iter((*near.bent, *near.counting(part))), None)
-    read = f" ({reading.type!r}{reading.at} reads or gives a number of all examples)" if reading else ""
-    warnings.warn(
-        f"{part.name}: how the state {' and '.join(repr(v.name) for v in left)} of the whole batch follows "
-        f"from that of micro-batches is not known{read}. Each of {how.steps} moves it on by its own "
-        "examples, one after the other, so that after a step it differs. Carry the mean or the sum that it "
-        "is made of; is_sum=False, or True for a sum over examples, says that it is meant so.",
-        stacklevel=user_level(),
-    )
 
 
 def accumulation_of(program: Program) -> Accumulation | None:

@@ -82,11 +82,11 @@ def is_counted(part: Program, old: Variable, new: Variable) -> bool:
 
 def random_values(program: Program) -> tuple[set[Variable], set[Variable]]:
     """The Variables that random numbers and keys are made of, and those that are drawn."""
-    drawing = [op for op in program.ops if any(_is_random(p) for p in op.body.primitives)]
-    keys = ancestors(program, [v for op in drawing for v in op.inputs])
-    return keys, {v for op in drawing for v in op.outputs}
-
-
-def _is_random(primitive: str) -> bool:
-    row = of(primitive)
-    return row.draws or row.makes_keys
+    made, drawn = list[Variable](), set[Variable]()
+    for op in program.ops:
+        rows = [of(primitive) for primitive in op.body.primitives]
+        makes_keys = any(row.makes_keys for row in rows)
+        if makes_keys or any(row.draws for row in rows):
+            made += [v for v in op.inputs if v.is_key or makes_keys]
+            drawn.update(op.outputs)
+    return ancestors(program, made), drawn

@@ -1,0 +1,80 @@
+"""Warnings of what micro-batches compute otherwise than the whole batch, told before anything runs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+
+from onward.core.program import Program, Variable
+from onward.core.source import user_level
+from onward.develop.accumulation.carried import drawn_with, is_counted, made_of
+from onward.develop.accumulation.micro_batches import Accumulation
+from onward.develop.over_batch.known import Following
+
+_BY_SHARE = (
+    ", but for a mean weighed by example_weight, jnp.sum(w * e) / jnp.sum(w): micro-batches count as much as "
+    "the weights of their examples"
+)
+
+
+def expect_apart(part: Program, following: Following, how: Accumulation) -> None:
+    """Warn where what a micro-batch returns or carries on needs the examples of others."""
+    steps, by_share = how.steps, "" if how.weight is None else _BY_SHARE
+    near = following.reaching(part, [*part.outputs, *part.next_state.values()])
+    meant = "If it is meant so: is_sum=False, or True for a sum over examples."
+    for op, why in near.mixing[:1]:
+        warnings.warn(
+            f"{part.name}: {op.type!r}{op.at} {why}, and each of {steps} micro-batches has only its own. The "
+            f"result differs from that of the whole batch{by_share}. Data that every micro-batch needs "
+            f"whole, such as the nodes of a graph: accumulate(..., whole=['nodes']). {meant}",
+            stacklevel=user_level(),
+        )
+    for op in near.normalizing[:1]:
+        warnings.warn(
+            f"{part.name}: {op.type!r}{op.at} reads a statistic of the examples, as batch normalization "
+            f"does, and each of {steps} micro-batches has only its own. The result differs from that of the "
+            f"whole batch. Normalize every example by itself (layer_norm, group_norm). {meant}",
+            stacklevel=user_level(),
+        )
+    for v in following.out_of_order(v for v in part.outputs if v not in part.constants)[:1]:
+        warnings.warn(
+            f"{part.name}: the result {v.name!r} holds the examples several times, or counts them from 0, "
+            f"and each of {steps} micro-batches lays its own beside each other: it differs from that of the "
+            "whole batch. Return examples once each, as a tuple in place of a concatenation, and count them "
+            "outside.",
+            stacklevel=user_level(),
+        )
+
+
+def expect_merged(part: Program, following: Following, results: Iterable[Variable]) -> None:
+    """Warn of results that cannot be put together from those of micro-batches."""
+    for v in results:
+        near = following.reaching(part, [v])
+        for op in [*near.bent, *near.counting(part)][:1]:
+            warnings.warn(
+                f"{part.name}: the result {v.name!r} is neither a mean over examples nor a sum, the largest "
+                f"or the smallest: {op.type!r}{op.at} reads or gives a number of all examples, and every "
+                f"micro-batch has its own. {'The mean' if v.is_float else 'The sum'} of theirs is returned, "
+                "which is not that of the whole batch. Return the mean or the sum that the number is made "
+                "of; is_sum=False says that it is meant so.",
+                stacklevel=user_level(),
+            )
+
+
+def expect_moved_on(part: Program, following: Following, how: Accumulation) -> None:
+    """Warn of state made of examples that micro-batches move on one after the other."""
+    drawn = drawn_with(part, how.split)
+    handed = {old: new for old, new in made_of(part, how.split).items() if old.name not in how.merged}
+    left = {o: n for o, n in handed.items() if o not in drawn and not is_counted(part, o, n)}
+    near = following.reaching(part, left.values())
+    if not left or near.mixing or near.normalizing:  # told already
+        return
+    reading = next(iter((*near.bent, *near.counting(part))), None)
+    read = f" ({reading.type!r}{reading.at} reads or gives a number of all examples)" if reading else ""
+    warnings.warn(
+        f"{part.name}: how the state {' and '.join(repr(v.name) for v in left)} of the whole batch follows "
+        f"from that of micro-batches is not known{read}. Each of {how.steps} moves it on by its own "
+        "examples, one after the other, so that after a step it differs. Carry the mean or the sum that it "
+        "is made of; is_sum=False, or True for a sum over examples, says that it is meant so.",
+        stacklevel=user_level(),
+    )

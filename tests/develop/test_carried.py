@@ -1,0 +1,164 @@
+"""State of the forward pass in micro-batches: that of the whole batch, or a warning names it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import onward as ow
+
+RANDOM = np.random.default_rng(0)
+X = RANDOM.normal(size=(16, 3))
+PARAMS = {"w": RANDOM.normal(size=(3, 3)), "v": RANDOM.normal(size=3)}
+CODES = RANDOM.normal(size=(4, 3))
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+def made(p: Any, x: Any) -> Any:
+    return jnp.tanh(x @ p["w"]) @ p["v"]
+
+
+def square(p: Any, x: Any) -> Any:
+    return jnp.mean(made(p, x) ** 2)
+
+
+def target(p: Any, s: Any, x: Any) -> Any:
+    return jnp.mean((made(p, x) - made(s, x) + 1) ** 2), jax.tree.map(lambda a, b: 0.9 * a + 0.1 * b, s, p)
+
+
+def by_its_average(p: Any, s: Any, x: Any) -> Any:
+    loss = square(p, x)
+    return loss / (s + 1), 0.9 * s + 0.1 * jax.lax.stop_gradient(loss)
+
+
+def codebook(p: Any, s: Any, x: Any) -> Any:
+    """The centres are quotients of two sums over examples that are carried on."""
+    h = jnp.tanh(x @ p["w"])
+    nearest = jnp.argmin(((h[:, None] - s["codes"]) ** 2).sum(-1), 1)
+    chosen = jax.nn.one_hot(nearest, 4, dtype=h.dtype)
+    count, total = 0.9 * s["count"] + 0.1 * chosen.sum(0), 0.9 * s["total"] + 0.1 * chosen.T @ h
+    loss = jnp.mean((h - s["codes"][nearest]) ** 2) + jnp.mean(h @ p["v"])
+    return loss, {"count": count, "total": total, "codes": total / count[:, None]}
+
+
+def whitened(p: Any, s: Any, x: Any) -> Any:
+    loss = square(p, (x - s["mean"]) / jnp.sqrt(s["var"]))
+    return loss, {"mean": 0.9 * s["mean"] + 0.1 * x.mean(0), "var": 0.9 * s["var"] + 0.1 * x.var(0)}
+
+
+def corrected(p: Any, s: Any, x: Any) -> Any:
+    count = s["count"] + 1
+    average = 0.9 * s["average"] + 0.1 * square(p, x)
+    return square(p, x) / count, {"count": count, "average": average, "seen": average / (1 - 0.9**count)}
+
+
+def with_next(state: Callable[..., Any], loss: Callable[..., Any] = lambda p, s, x: square(p, x)) -> Any:
+    return lambda p, s, x: (loss(p, s, x), state(p, s, x))
+
+
+CASES: dict[str, tuple[Callable[..., Any], Any]] = {
+    "steps": (with_next(lambda p, s, x: s + 1, lambda p, s, x: square(p, x) * jnp.minimum(s / 4, 1)), 0),
+    "decay": (with_next(lambda p, s, x: s * 0.5, lambda p, s, x: square(p, x) * s), 1.0),
+    "every other step": (
+        with_next(lambda p, s, x: ~s, lambda p, s, x: square(p, x if s is None else jnp.where(s, x, -2 * x))),
+        True,
+    ),
+    "exchanged": (
+        with_next(lambda p, s, x: {"a": s["b"], "b": s["a"] + 1}, lambda p, s, x: square(p, x) * s["a"]),
+        {"a": 1.0, "b": 2.0},
+    ),
+    "of parameters": (target, PARAMS),
+    "of data": (
+        with_next(lambda p, s, x: 0.9 * s + 0.1 * x.mean(0), lambda p, s, x: square(p, x - s)),
+        np.zeros(3),
+    ),
+    "average of the loss": (by_its_average, 1.0),
+    "positive so far": (
+        with_next(lambda p, s, x: s + jnp.sum(made(p, x) > 0), lambda p, s, x: square(p, x) * (1 + s / 9)),
+        0,
+    ),
+    "examples so far": (with_next(lambda p, s, x: s + len(x), lambda p, s, x: square(p, x) / (1 + s)), 0),
+    "sum so far": (
+        with_next(lambda p, s, x: s + made(p, x).sum(), lambda p, s, x: square(p, x) / (1 + s**2)),
+        0.0,
+    ),
+    "largest so far": (
+        with_next(lambda p, s, x: jnp.maximum(s, made(p, x).max()), lambda p, s, x: square(p, x) + 0 * s),
+        -9.0,
+    ),
+    "root of a mean": (
+        with_next(lambda p, s, x: 0.9 * s + 0.1 * jnp.sqrt(square(p, x)), lambda p, s, x: square(p, x) / s),
+        1.0,
+    ),
+    "best so far": (with_next(lambda p, s, x: jnp.minimum(square(p, x), s)), 9.0),
+    "codebook": (codebook, {"count": np.ones(4), "total": CODES, "codes": CODES}),
+    "whitened": (whitened, {"mean": np.zeros(3), "var": np.ones(3)}),
+    "corrected": (corrected, {"count": 0.0, "average": 0.0, "seen": 0.0}),
+}
+LAYOUTS: dict[str, Callable[[Any], Any]] = {
+    "micro-batches": lambda program: ow.accumulate(program, 4),
+    "on devices": lambda program: ow.replicate(ow.accumulate(program, 2), 2),
+    "stages": lambda program: ow.pipeline(program, 2, 2, data=2),
+}
+
+
+def steps_of(program: Any, state: Any, count: int = 3) -> tuple[list[float], Any]:
+    """The losses of some steps, and the State after them."""
+    step = ow.compile(program, options=QUICK)
+    now, losses = step.init(PARAMS, state), []
+    for _ in range(count):
+        now, out = step(now, X)
+        losses.append(float(out.loss))
+    return losses, now
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_state_is_that_of_the_whole_batch(layout: str, case: str):
+    loss, state = CASES[case]
+    with jax.enable_x64(True):
+        program = ow.Momentum(0.1).minimize(loss, PARAMS, X, state=state)
+        wanted, found = steps_of(program, state), steps_of(LAYOUTS[layout](program), state)
+        np.testing.assert_allclose(found[0], wanted[0], rtol=0, atol=1e-10)
+        for name in wanted[1]:
+            np.testing.assert_allclose(found[1][name], wanted[1][name], rtol=0, atol=1e-10, err_msg=name)
+
+
+def root_of_next(p: Any, s: Any, x: Any) -> Any:
+    following = 0.9 * s + 0.1 * jnp.sqrt(jax.lax.stop_gradient(square(p, x)))
+    return square(p, x) / following, following
+
+
+@pytest.mark.filterwarnings("ignore:.*the loss is neither a mean")
+def test_state_of_which_nothing_is_known_is_named_and_a_pipeline_refuses_it():
+    program = ow.SGD(0.1).minimize(root_of_next, PARAMS, X, state=1.0)
+    with pytest.warns(UserWarning, match=r"how the state 'state' .*is not known \('sqrt' at .*test_carried"):
+        step = ow.compile(ow.accumulate(program, 4), options=QUICK)
+    state, _ = step(step.init(PARAMS, 1.0), X)
+    moved = 1.0
+    for part in X.reshape(4, 4, 3):
+        moved = 0.9 * moved + 0.1 * np.sqrt(np.mean((np.tanh(part @ PARAMS["w"]) @ PARAMS["v"]) ** 2))
+    np.testing.assert_allclose(state.model_state, moved, rtol=1e-6)
+    with (
+        pytest.warns(UserWarning, match="how the state"),
+        pytest.raises(ow.GraphError, match="hands 'state' on from one micro-batch to the next"),
+    ):
+        ow.pipeline(program, 2, 4)
+    ow.accumulate(program, 4, is_sum=False)
+
+
+def test_a_count_that_random_numbers_are_made_of_moves_on_with_each_micro_batch():
+    """So that each drops others; one that only says how many, and the rate itself, move on once."""
+
+    def loss(p: Any, s: Any, x: Any) -> Any:
+        key = jax.random.fold_in(jax.random.key(3), s["draws"])
+        kept = jax.random.bernoulli(key, 1 - 0.1 / (1 + s["steps"]), x.shape)
+        return square(p, jnp.where(kept, x, 0)), {"draws": s["draws"] + 1, "steps": s["steps"] + 1}
+
+    program = ow.SGD(0.1).minimize(loss, PARAMS, X, state={"draws": 0, "steps": 0})
+    for cut in (ow.accumulate(program, 4), ow.pipeline(program, 2, 4)):
+        _, state = steps_of(cut, {"draws": 0, "steps": 0}, 2)
+        assert {name: int(n) for name, n in state.model_state.items()} == {"draws": 8, "steps": 2}
