@@ -135,7 +135,7 @@ def root_of_next(p: Any, s: Any, x: Any) -> Any:
 @pytest.mark.filterwarnings("ignore:.*the loss is neither a mean")
 def test_state_of_which_nothing_is_known_is_named_and_a_pipeline_refuses_it():
     program = ow.SGD(0.1).minimize(root_of_next, PARAMS, X, state=1.0)
-    with pytest.warns(UserWarning, match=r"how the state 'state' .*is not known \('sqrt' at .*test_carried"):
+    with pytest.warns(UserWarning, match=r"how the state 's' .*is not known \('sqrt' at .*test_carried"):
         step = ow.compile(ow.accumulate(program, 4), options=QUICK)
     state, _ = step(step.init(PARAMS, 1.0), X)
     moved = 1.0
@@ -144,7 +144,7 @@ def test_state_of_which_nothing_is_known_is_named_and_a_pipeline_refuses_it():
     np.testing.assert_allclose(state.model_state, moved, rtol=1e-6)
     with (
         pytest.warns(UserWarning, match="how the state"),
-        pytest.raises(ow.GraphError, match="hands 'state' on from one micro-batch to the next"),
+        pytest.raises(ow.GraphError, match="hands 's' on from one micro-batch to the next"),
     ):
         ow.pipeline(program, 2, 4)
     ow.accumulate(program, 4, is_sum=False)
