@@ -312,16 +312,18 @@ def test_one_number_that_is_warned_of_leaves_the_others_right():
     equal(out.aux["perplexity"], loss(W, X[:ROWS])[1]["perplexity"])
 
 
-def test_a_number_of_what_is_carried_is_warned_of():
+def test_a_number_of_what_is_carried_is_that_of_the_big_batch():
     def loss(w, state, x):
         errors = (x @ w) ** 2
         state = state + errors.sum()
         return errors.mean(), (state, jnp.sqrt(state))
 
     program = ow.SGD(RATE).minimize(loss, W, X[:ROWS], state=np.float64(0), has_aux=True)
-    with pytest.warns(UserWarning, match="the result '.*' is neither a mean .*'add' at .*test_accumulate"):
-        accumulate(program, 4)
-    accumulate(program, 4, is_sum=False)
+    step = ow.compile(accumulate(program, 4))
+    state, out = step(step.init(W, np.float64(0)), X[:ROWS])
+    _, (total, root) = loss(W, 0, X[:ROWS])
+    equal(state.model_state, total)
+    equal(out.aux, root)
 
 
 # ---------------------------------------------------------------- statistics of the data
@@ -423,18 +425,17 @@ def test_what_counts_is_computed_once_before_the_loop():
     assert "of_whole_batch" not in [op.type for op in inside.ops]
 
 
-def test_a_statistic_that_is_carried_is_that_of_a_micro_batch():
+def test_a_statistic_that_is_carried_and_read_is_that_of_the_big_batch():
     def loss(w, state, x, labels):
         total = jnp.sum(x[:, 0] ** 2)
         return jnp.sum(x[:, 0] ** 2 / total * (x @ w)[:, 0]), state + total
 
     w = np.ones((3, 3))
     program = ow.SGD(RATE).minimize(loss, w, X[:ROWS], TOLD, state=np.float64(0))
-    with pytest.warns(UserWarning, match="'div' at .*test_accumulate.py.* reads a statistic of the examples"):
-        step = ow.compile(accumulate(program, 4))
+    step = ow.compile(accumulate(program, 4))
     state, out = step(step.init(w, np.float64(0)), X[:ROWS], TOLD)
     equal(state.model_state, np.sum(X[:ROWS, 0] ** 2))
-    equal(out.loss, np.sum([loss(w, 0, x, TOLD)[0] for x in X[:ROWS].reshape(4, 2, 3)]))
+    equal(out.loss, loss(w, 0, X[:ROWS], TOLD)[0])
 
 
 def test_a_function_without_that_op_at_another_length_is_refused():
@@ -608,16 +609,20 @@ def test_state_goes_from_one_micro_batch_to_the_next():
     assert (int(state["seen"]), float(state["before"])) == (ROWS, pytest.approx(x[:-2].sum()))
 
 
-@pytest.mark.filterwarnings("ignore:.*as batch normalization does")
-def test_statistics_are_those_of_numpy():
+@pytest.mark.parametrize("of", ["data", "activations"])
+@pytest.mark.filterwarnings("ignore:.*as batch normalization does", "ignore:.*the loss is neither")
+def test_statistics_are_those_of_numpy(of: str):
+    """Of data, which is known before the loop, those of the whole batch; else of one part after the other."""
+
     def network():
-        x = ow.layer.batch_norm(ow.data("x", (None, 3), "float64"), momentum=0.9)
+        x, one = ow.data("x", (None, 3), "float64"), ow.parameter("one", (), "float64", lambda *_: 1.0)
+        x = ow.layer.batch_norm(x if of == "data" else x * one, momentum=0.9) * one
         return ow.layer.mse(ow.layer.fc(x, 1), ow.data("y", (None, 1), "float64"))
 
     step = ow.compile(accumulate(ow.SGD(RATE).minimize(ow.trace(network, batch_size=ROWS)), 4))
     state, _ = step(step.init(), X[:ROWS], Y[:ROWS, None])
     mean, variance = np.zeros(3), np.ones(3)
-    for piece in X[:ROWS].reshape(4, 2, 3):
+    for piece in X[:ROWS].reshape(1 if of == "data" else 4, -1, 3):
         mean, variance = 0.9 * mean + 0.1 * piece.mean(0), 0.9 * variance + 0.1 * piece.var(0)
     equal(state["batch_norm_0/mean"], mean)
     equal(state["batch_norm_0/variance"], variance)

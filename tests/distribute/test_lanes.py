@@ -107,8 +107,8 @@ def test_constraints_on_activations_hold_in_each_lane():
     expect_equal(state, trained(ow.compile(program), PARAMS, X, 2)[0], rtol=1e-5, atol=1e-6)
 
 
-def test_micro_batches_of_lanes_draw_numbers_of_their_own_and_count():
-    """As many micro-batches one after the other do the same: the keys and counts of each, in their order."""
+def test_micro_batches_of_lanes_draw_numbers_of_their_own():
+    """As many micro-batches one after the other do the same: the keys of each, in their order."""
 
     def loss(params: Any, count: Any, x: Any, table: Any) -> Any:
         h = ow.layer.dropout(jnp.tanh(x @ params["layers"][0] + table[0]), 0.5)
@@ -122,7 +122,7 @@ def test_micro_batches_of_lanes_draw_numbers_of_their_own_and_count():
     states = [step.init(params, jnp.int32(0)) for step in (one, two)]
     for _ in range(2):
         states = [step(state, X, table)[0] for step, state in zip((one, two), states, strict=True)]
-    assert [int(state.model_state) for state in states] == [16, 16]
+    assert [int(state.model_state) for state in states] == [2, 2]
     expect_equal(states[1], states[0], rtol=1e-5, atol=1e-6)
 
 
