@@ -163,6 +163,13 @@ def test_what_devices_keep_in_parts_is_refused(averaged, merge, word):
         ow.for_evaluation(ow.replicate(averaged[0], 2, merge))
 
 
+def test_the_state_of_averages_in_parts_is_refused(averaged):
+    step = ow.compile(ow.replicate(averaged[0], 2, merge=ow.Sharded()))
+    state, _ = step(step.init(PARAMS), X)
+    with pytest.raises(ow.StateError, match="has no .*'w/average'"):
+        ow.averaged(averaged[0], state)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_parameters_of_low_precision(dtype):
     def wide(p, x):

@@ -185,6 +185,11 @@ WRONG = {
         ow.UnknownNameError,
         ["predicate", "picks none of 4"],
     ),
+    "all of them frozen": (
+        lambda: ow.SGD(0.1, groups=[ow.Group("*", frozen=True)]),
+        ow.LossError,
+        ["groups of the optimizer freeze all parameters", "'head/w'"],
+    ),
     "two groups for one": (
         lambda: ow.SGD(0.1, groups=[ow.Group("*/b", frozen=True), ow.Group("head/*", learning_rate=1.0)]),
         ow.HyperparameterError,

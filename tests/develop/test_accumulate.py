@@ -848,6 +848,16 @@ def test_a_function_that_takes_the_whole_batch_alone_says_where_it_was_traced_ag
     refused(ow.TraceError, words, accumulate, program, 4)
 
 
+def test_data_that_is_as_long_as_the_batch_by_chance_is_named():
+    classes = np.ones(ROWS)
+    program = ow.SGD(RATE).minimize(
+        lambda w, x, scale: jnp.mean((x @ w * scale) ** 2), np.ones((3, ROWS)), X[:ROWS], classes
+    )
+    words = r"x of shape \(8, 3\) and scale of shape \(8,\), .*such as whole=\['scale'\]"
+    refused(ow.TraceError, words, accumulate, program, 2)
+    accumulate(program, 2, whole="scale")
+
+
 def test_what_is_printed_reads_the_statistic_of_the_whole_batch_or_its_own(capfd):
     """An op without results is no place for a statistic."""
 

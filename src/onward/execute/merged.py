@@ -17,6 +17,7 @@ from onward.core.program import Op, Program
 from onward.core.structure import describe
 from onward.derive.low_rank.low_rank import adapters_in
 from onward.derive.low_rank.readers import Axes
+from onward.execute.lying import together
 from onward.execute.state import State
 
 
@@ -87,10 +88,12 @@ def multiplied_out(program: Program, state: State, others: Mapping[str, Any]) ->
     for adapter in adapters:
         name = adapter.weight.name
         plain = value(name) if name in state.layout.position else _dequantized(program, name, state)
-        merged[name] = _merged(plain, value(adapter.a.name), value(adapter.b.name), adapter.axes, given.scale)
+        arrays = together([plain, value(adapter.a.name), value(adapter.b.name)])
+        merged[name] = _merged(*arrays, adapter.axes, given.scale)
     wanted = program.signature.parameters
     names = (v.name for v in wanted.variables)
-    return wanted.unflatten(merged[name] if name in merged else jnp.copy(value(name)) for name in names)
+    values = [merged[name] if name in merged else jnp.copy(value(name)) for name in names]
+    return wanted.unflatten(together(values))
 
 
 def _dequantized(program: Program, name: str, state: State) -> Any:

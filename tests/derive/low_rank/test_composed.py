@@ -155,6 +155,17 @@ def test_another_length_a_test_program_and_averages():
     assert not np.array_equal(averaged[0]["w"], merged[0]["w"])
 
 
+def test_weights_of_several_stages_are_merged_on_one_device():
+    program = minimized()
+    step = ow.compile(ow.pipeline(program, 2, 4), options={"xla_backend_optimization_level": 0})
+    state, _ = step(step.init(PARAMS), X)
+    _, one = trained(program, 1)
+    for plain in (ow.merge_low_rank, ow.averaged):
+        found = plain(program, state)
+        expect_close(found, plain(program, one), rtol=1e-5)
+        assert len({device for x in jax.tree.leaves(found) for device in x.devices()}) == 1
+
+
 def test_the_factors_alone_are_a_file(tmp_path):
     program = minimized()
     _, state = trained(program)
