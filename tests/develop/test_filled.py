@@ -28,6 +28,13 @@ BY_ROWS = {
     "mean of products": lambda e, w: jnp.mean(e * w),
     "two means": lambda e, w: jnp.sum(e * w) / jnp.sum(w) + 0.1 * jnp.mean(e * w),
 }
+WITHIN = {
+    "loop": lambda e, w: jax.lax.fori_loop(0, 2, lambda _, s: s + jnp.sum(e * w) / len(w), 0.0),
+    "scan": lambda e, w: jax.lax.scan(lambda s, c: (s + c * (e @ w) / len(w), None), 0.0, jnp.ones(2))[0],
+    "branches": lambda e, w: jax.lax.cond(
+        jnp.sum(w) > 9, lambda e: jnp.mean(e * w), lambda e: jnp.sum(e * w) / len(w), e
+    ),
+}
 WITHOUT = {
     "mean": lambda e, w: jnp.mean(e),
     "sum": lambda e, w: jnp.sum(e),
@@ -87,7 +94,11 @@ def test_losses_without_weights_are_those_of_one_device_where_nothing_is_filled_
 
 @pytest.mark.parametrize(
     ("losses", "why"),
-    [(BY_ROWS, "is divided by a number of rows"), (WITHOUT, "adds up numbers that are not 0")],
+    [
+        (BY_ROWS, "is divided by a number of rows"),
+        (WITHIN, "is divided by a number of rows"),
+        (WITHOUT, "adds up numbers that are not 0"),
+    ],
 )
 def test_a_loss_that_is_another_one_where_the_batch_is_filled_up_is_warned_of(losses, why):
     for loss in losses.values():

@@ -69,12 +69,7 @@ class Executable:
         wanted = tuple(dict.fromkeys((*program.outputs, *(program[name] for name in fetch), *looked_at)))
         self.results = Results(wanted, program.loss, program.signature, watching)
         self.unpacked = program
-        specs = specs_of(program)
-        if storage is not None:
-            program = packed(program, storage, wanted)
-            specs |= storage.specs(specs)
-            wanted = program.outputs
-            donate = storage.whole(donate)
+        program, wanted, donate, specs = _stored(program, wanted, donate, storage)
         self.program = program
         self.layout = Layout.of(program)
         self.pinned = pinned_names(program)
@@ -352,6 +347,17 @@ class Executable:
     def _out_of_memory(self, error: Exception, arrays: Sequence[Any] = ()) -> OutOfMemoryError:
         donated = {self.layout.changed[i].name for i in self._lending.reused}
         return out_of_memory(error, self.unpacked, self._compiled, donated, arrays)
+
+
+def _stored(
+    program: Program, wanted: tuple[Variable, ...], donate: Collection[str], storage: Storage | None
+) -> tuple[Program, tuple[Variable, ...], Collection[str], dict[str, PartitionSpec]]:
+    """A Program over the buffers of a storage, what is wanted of it and donated, and how state is split."""
+    specs = specs_of(program)
+    if storage is None:
+        return program, wanted, donate, specs
+    program = packed(program, storage, wanted)
+    return program, program.outputs, storage.whole(donate), specs | storage.specs(specs)
 
 
 def _laid_out(
