@@ -853,7 +853,7 @@ def test_data_that_is_as_long_as_the_batch_by_chance_is_named():
     program = ow.SGD(RATE).minimize(
         lambda w, x, scale: jnp.mean((x @ w * scale) ** 2), np.ones((3, ROWS)), X[:ROWS], classes
     )
-    words = r"x of shape \(8, 3\) and scale of shape \(8,\), .*such as whole=\['scale'\]"
+    words = r"x of shape \(8, 3\) and scale of shape \(8,\), .*say that it goes whole"
     refused(ow.TraceError, words, accumulate, program, 2)
     accumulate(program, 2, whole="scale")
 

@@ -63,7 +63,7 @@ CASES: dict[str, tuple[Callable[..., Any], Any]] = {
     "steps": (with_next(lambda p, s, x: s + 1, lambda p, s, x: square(p, x) * jnp.minimum(s / 4, 1)), 0),
     "decay": (with_next(lambda p, s, x: s * 0.5, lambda p, s, x: square(p, x) * s), 1.0),
     "every other step": (
-        with_next(lambda p, s, x: ~s, lambda p, s, x: square(p, x if s is None else jnp.where(s, x, -2 * x))),
+        with_next(lambda p, s, x: ~s, lambda p, s, x: square(p, jnp.where(s, x, -2 * x))),
         True,
     ),
     "exchanged": (
@@ -127,6 +127,39 @@ def test_state_is_that_of_the_whole_batch(layout: str, case: str):
             np.testing.assert_allclose(found[1][name], wanted[1][name], rtol=0, atol=1e-10, err_msg=name)
 
 
+def test_state_beside_a_loss_that_is_a_sum():
+    """In either order, and where it is said by hand."""
+
+    def loss(p: Any, s: Any, x: Any) -> Any:
+        return jnp.sum(made(p, x) ** 2), 0.9 * s + 0.1 * square(p, x)
+
+    with jax.enable_x64(True):
+        program = ow.SGD(0.01).minimize(loss, PARAMS, X, state=1.0)
+        wanted, _ = steps_of(program, 1.0)
+        for parts in (
+            ow.accumulate(program, 4, is_sum=True),
+            ow.accumulate(ow.replicate(program, 2, merge=ow.merge.Sum()), 2),
+            ow.replicate(ow.accumulate(program, 2), 2, merge=ow.merge.Sum()),
+        ):
+            found, state = steps_of(parts, 1.0)
+            np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-10)
+            np.testing.assert_allclose(state.model_state, steps_of(program, 1.0)[1].model_state, atol=1e-10)
+
+
+@pytest.mark.filterwarnings("ignore:.*computes a statistic of the examples within")
+def test_state_beside_weights_of_which_nothing_is_known_is_named():
+    def loss(p: Any, s: Any, x: Any, example_weight: Any) -> Any:
+        def mean(scale: float) -> Any:
+            return scale * (made(p, x) ** 2 @ example_weight) / jnp.sum(example_weight)
+
+        kept = jax.lax.cond(s >= 0, lambda: mean(1.0), lambda: mean(2.0))
+        return kept, 0.9 * s + 0.1 * jnp.mean(made(p, x))
+
+    program = ow.SGD(0.1).minimize(loss, PARAMS, X, np.ones(16), state=1.0)
+    with pytest.warns(UserWarning, match="how the state 's' of the whole batch"):
+        ow.accumulate(program, 4)
+
+
 def root_of_next(p: Any, s: Any, x: Any) -> Any:
     following = 0.9 * s + 0.1 * jnp.sqrt(jax.lax.stop_gradient(square(p, x)))
     return square(p, x) / following, following
@@ -150,15 +183,26 @@ def test_state_of_which_nothing_is_known_is_named_and_a_pipeline_refuses_it():
     ow.accumulate(program, 4, is_sum=False)
 
 
-def test_a_count_that_random_numbers_are_made_of_moves_on_with_each_micro_batch():
-    """So that each drops others; one that only says how many, and the rate itself, move on once."""
+@pytest.mark.parametrize("layout", ["alone", *LAYOUTS])
+def test_micro_batches_draw_numbers_of_their_own_with_a_count_of_steps(layout: str):
+    """And an average of numbers that are drawn for no example is that of the whole batch."""
 
     def loss(p: Any, s: Any, x: Any) -> Any:
-        key = jax.random.fold_in(jax.random.key(3), s["draws"])
-        kept = jax.random.bernoulli(key, 1 - 0.1 / (1 + s["steps"]), x.shape)
-        return square(p, jnp.where(kept, x, 0)), {"draws": s["draws"] + 1, "steps": s["steps"] + 1}
+        key, following = jax.random.split(s["key"])
+        drawn = jax.random.uniform(jax.random.fold_in(jax.random.key(3), s["steps"]), (len(x),))
+        rate = 0.9 * s["rate"] + 0.1 * jnp.mean(jax.random.bernoulli(key, 0.5, (1000,)))
+        state = {"key": following, "rate": rate, "steps": s["steps"] + 1}
+        return jnp.mean(made(p, x) ** 2 * drawn), (state, drawn)
 
-    program = ow.SGD(0.1).minimize(loss, PARAMS, X, state={"draws": 0, "steps": 0})
-    for cut in (ow.accumulate(program, 4), ow.pipeline(program, 2, 4)):
-        _, state = steps_of(cut, {"draws": 0, "steps": 0}, 2)
-        assert {name: int(n) for name, n in state.model_state.items()} == {"draws": 8, "steps": 2}
+    state = {"key": jax.random.key(0), "rate": 0.0, "steps": 0}
+    program = ow.SGD(0.1).minimize(loss, PARAMS, X, state=state, has_aux=True)
+    step = ow.compile(LAYOUTS.get(layout, lambda alone: alone)(program), options=QUICK)
+    now, drawn = step.init(PARAMS, state), []
+    for i in range(2):
+        now, out = step(now, X)
+        drawn += [float(x) for x in out.aux]
+        if i == 0:
+            _, (following, _) = loss(PARAMS, state, X)
+            np.testing.assert_allclose(now.model_state["rate"], following["rate"], rtol=1e-6)
+    assert len(set(drawn)) == 2 * len(X)
+    assert int(now.model_state["steps"]) == 2

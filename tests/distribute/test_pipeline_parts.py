@@ -113,6 +113,75 @@ def test_stages_add_up_their_part_of_a_gradient_and_send_it_once(schedule: str, 
         assert {cut.specs[r.part] for r in cut.loop.sums if r.part.shape == (WIDE, WIDE)} == {P("fsdp")}
 
 
+@jax.custom_vjp
+def clipped(w: Any) -> Any:
+    return w
+
+
+clipped.defvjp(lambda w: (w, None), lambda _, g: (jnp.clip(g, -0.01, 0.01),))
+
+
+def test_what_changes_a_gradient_of_several_stages_otherwise_is_given_its_sum():
+    """A part of it, or a sum over micro-batches, would be clipped to another number."""
+
+    def loss(params: Any, x: Any) -> Any:
+        return tied({name: clipped(w) for name, w in params.items()}, x)
+
+    params = {"table": weights(1)[0], "each": weights(1)[0]}
+    with jax.enable_x64(True):
+        program = ow.SGD(1.0).minimize(loss, params, X)
+        wanted = steps_of(ow.accumulate(program, 6), params)
+        expect_equal(steps_of(ow.pipeline(program, 3, 6), params), wanted)
+
+
+def rate_beside(p: Any, s: Any, x: Any) -> Any:
+    """A result that follows from the count of steps, and that both stages read."""
+    rate = s["steps"] * 0.5
+    h = jnp.tanh(jnp.tanh(x @ p["first"]) * rate @ p["last"]) * rate
+    return jnp.mean((h - x) ** 2), ({"steps": s["steps"] + 1}, {"rate": rate})
+
+
+def statistics_of_layers(p: Any, s: Any, x: Any) -> Any:
+    """Of each layer, in a loop over layers whose stack of statistics is carried on."""
+
+    def layer(h: Any, given: Any) -> Any:
+        w, mean = given
+        return h + jnp.tanh((h - mean) @ w), jax.lax.stop_gradient(h.mean(0))
+
+    h, means = jax.lax.scan(layer, x, (p["layers"], s["means"]))
+    return jnp.mean(h**2), ({"means": 0.9 * s["means"] + 0.1 * means}, means)
+
+
+def statistics_apart(p: Any, s: Any, x: Any) -> Any:
+    h, means = x, []
+    for w, mean in zip(p["layers"], s["means"], strict=True):
+        means.append(0.9 * mean + 0.1 * jax.lax.stop_gradient(h.mean(0)))
+        h = h + jnp.tanh((h - mean) @ w)
+    return jnp.mean(h**2), ({"means": jnp.stack(means)}, h)
+
+
+@pytest.mark.parametrize("name", ["rate", "loop", "apart", "rolled"])
+def test_state_that_several_stages_read_and_make(name: str):
+    layers = {"layers": np.stack(weights(4))}
+    loss, params, state = {
+        "rate": (rate_beside, {"first": weights(1)[0], "last": weights(1)[0]}, {"steps": 1.0}),
+        "loop": (statistics_of_layers, layers, {"means": np.ones((4, WIDE))}),
+        "apart": (statistics_apart, {"layers": weights(4)}, {"means": np.ones((4, WIDE))}),
+        "rolled": (statistics_apart, {"layers": weights(4)}, {"means": np.ones((4, WIDE))}),
+    }[name]
+    with jax.enable_x64(True):
+        program = CLIPPED.minimize(loss, params, X, state=state, has_aux=True)
+        cut = ow.pipeline(ow.roll(program) if name == "rolled" else program, 2, 6)
+        outs = []
+        for made in (program, cut):
+            step = ow.compile(made, options=QUICK)
+            now, _ = step(step.init(params, state), X)
+            now, out = step(now, X)
+            outs.append((now.parameters, now.model_state, out.loss, out.aux))
+        for wanted, found in zip(*map(jax.tree.leaves, outs), strict=True):
+            np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-9)
+
+
 def test_parameters_in_a_low_precision_are_kept_once_a_step():
     params = {"mask": RANDOM.normal(size=WIDE), "layers": weights(3)}
     program = ow.mixed_precision(ow.SGD(0.1).minimize(masked, params, X), "bfloat16")

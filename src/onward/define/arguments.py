@@ -161,8 +161,8 @@ def traced_again(first: Sequence[Specification], now: Sequence[Specification]) -
     told = " and ".join(f"{name} of shape {shape}" for name, shape, _ in changed)
     again = " and ".join(str(shape) for *_, shape in changed)
     whole = (
-        " Data that holds no examples, and is as long as the batch by chance, is cut with it unless told: "
-        f"whole=[name], such as whole=[{changed[-1][0]!r}]."
+        " If one of them holds no examples, and is as long as the batch by chance, say that it goes whole: "
+        "whole=[its name]."
     )
     return (
         f" It was traced for {told}, and again for {again}, that of a part of the batch or of another batch: "

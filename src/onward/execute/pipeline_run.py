@@ -68,7 +68,8 @@ class PipelineRun:
         if not program.outputs:
             return {}
         data = [self._put(self.fed[v.name], self.stages.lies(v, 0)) for v in program.inputs]
-        found = dict(zip(program.outputs, self.stages.statistics((), [], data), strict=True))
+        state = [self._state(v.name, 0) for v in program.state]
+        found = dict(zip(program.outputs, self.stages.statistics((), state, data), strict=True))
         read = {part.name: found[v] for part, v in pipeline.loop.before.items() if v in found}
         return {**{v.name: x for v, x in found.items()}, **read}
 

@@ -22,7 +22,7 @@ from onward.core.source import user_level
 from onward.core.structure import expect_count, expect_flag, is_word
 from onward.core.walk import Where, listed, producers, select
 from onward.core.words import Placement
-from onward.develop.accumulation.carried import drawn_with, made_of, untold
+from onward.develop.accumulation.carried import keys_in, made_of, untold
 from onward.develop.accumulation.differing import expect_apart, expect_merged, expect_moved_on
 from onward.develop.accumulation.micro_batches import Accumulation, with_loop
 from onward.develop.accumulation.statistics import KnownOfWhole, OfMicroBatch, own_keys
@@ -49,10 +49,10 @@ def accumulate(
     the largest, and what is computed of them, such as a perplexity, which runs once, after the loop. An array
     over examples is joined; where nothing is known of a result, floats are averaged and integers summed.
     State that the forward pass carries is that of the big batch too, wherever the graph tells: a count of
-    steps moves on once, a running mean is that of the whole batch. Random keys, and what they are made of, go
-    from one micro-batch to the next, and so does other state, which is warned of; from a key that all have,
-    each draws numbers of its own for its examples. A statistic of data alone, such as how many tokens a mask
-    lets count, is computed before the loop, and ``of_whole_batch`` in the printout. If the
+    steps moves on once, a running mean is that of the whole batch. Random keys go from one micro-batch to the
+    next, and so does other state, which is warned of; from a key that all have, such as one that is made of
+    the count of steps, each draws numbers of its own for its examples. A statistic of data alone, such as how
+    many tokens a mask lets count, is computed before the loop, and ``of_whole_batch`` in the printout. If the
     function takes ``example_weight``, an array [batch] or [batch, ...], a batch that does not divide is
     filled up with examples of weight 0. Where nothing is known of the loss, it is taken for a mean weighed by
     it. What normalizes by statistics of activations sees one micro-batch at a time, which is warned of.
@@ -171,9 +171,11 @@ def _told(recipe: Recipe, program: Program, data: tuple[Any, ...], how: Accumula
     results = [v for v in part.signature.result.variables if v is not part.loss]
     expect_apart(part, following, how)
     expect_merged(part, following, results)
-    expect_moved_on(part, following, told)
     told = replace(told, is_sum=is_sum_of(part, following, "accumulate takes the mean over micro-batches"))
-    return told if how.weight is None or _is_told(part, following) else _by_share(whole, part, by_share, told)
+    if how.weight is not None and not _is_told(part, following):
+        told = _by_share(whole, part, by_share, told)
+    expect_moved_on(part, following, told)
+    return told
 
 
 def _walked(
@@ -181,7 +183,7 @@ def _walked(
 ) -> tuple[Accumulation, Following | None]:
     """How results follow from those of the micro-batches; nothing if they are not the same ops."""
     of_data = made_of(part, how.split)
-    handed = {**of_data, **drawn_with(part, how.split)} if is_left else drawn_with(part, how.split)
+    handed = {**(of_data if how.by_share else {}), **keys_in(part)}
     while True:
         known = KnownOfWhole(whole, part, is_left, handed)
         following = follow(whole, part, how.steps, how.split, known.can_have, in_turn=True)
@@ -198,7 +200,7 @@ def _walked(
     stand_ins = known.stand_ins(part, following, how.steps, [*part.outputs, *merged.values()])
     how = replace(
         how,
-        stand_ins=(*stand_ins, *own_keys(part, following, how.split)),
+        stand_ins=(*stand_ins, *own_keys(part, following, how.split, handed)),
         merged=frozenset(old.name for old in merged),
         behind=frozenset(op.outputs[0].name for op in after),
         told=tuple((name, f) for name, f in told.items() if not (how.by_share and f == Follows(How.MEAN))),

@@ -9,7 +9,7 @@ is known.
 ...     mean = jnp.mean(x @ w)
 ...     return mean, {"mean": 0.9 * state["mean"] + 0.1 * mean, "steps": state["steps"] + 1}
 >>> part = ow.trace(loss, jnp.ones(3), jnp.ones((4, 3)), state={"mean": jnp.ones(()), "steps": 0})
->>> [v.name for v in made_of(part, ["x"])], [v.name for v in drawn_with(part, ["x"])]
+>>> [v.name for v in made_of(part, ["x"])], [v.name for v in keys_in(part)]
 (['state/mean'], [])
 """
 
@@ -36,13 +36,12 @@ def made_of(part: Program, split: Iterable[str]) -> State:
         given |= found.keys()
 
 
-def drawn_with(part: Program, split: Iterable[str]) -> State:
-    """The state that random numbers are made of, or that is made of them and of no data."""
-    keys, drawn = random_values(part)
-    drawn = descendants(part, drawn)
-    of_data = made_of(part, split)
-    following = part.next_state.items()
-    return {old: new for old, new in following if old in keys or (new in drawn and old not in of_data)}
+def keys_in(program: Program) -> State:
+    """The state that random keys are made of, and that is replaced by one of these keys."""
+    ops = [op for op in program.ops if any(of(primitive).makes_keys for primitive in op.body.primitives)]
+    read = ancestors(program, [v for op in ops for v in op.inputs])
+    made = descendants(program, [v for op in ops for v in op.outputs])
+    return {old: new for old, new in program.next_state.items() if old in read and new in made}
 
 
 def untold(part: Program, following: Following, after: Collection[Op], state: State) -> State:
@@ -57,13 +56,13 @@ def untold(part: Program, following: Following, after: Collection[Op], state: St
         state: made of data.
     """
     held = {v for op in after for v in op.outputs}
-    left = {o: new for o, new in state.items() if not _is_told(part, following, new, new in held)}
+    left = {o: new for o, new in state.items() if not _follows(part, following, new, new in held)}
     if any(new.is_float for new in left.values()):
         left |= {old: new for old, new in state.items() if new.is_float}
     return left
 
 
-def _is_told(part: Program, following: Following, new: Variable, of_whole: bool) -> bool:
+def _follows(part: Program, following: Following, new: Variable, of_whole: bool) -> bool:
     """Whether a value of the whole is computed of what is known of it, or put together of the parts'."""
     found, near = following.found[new], following.reaching(part, [new])
     is_sum, is_mean = found == Follows(How.MEAN, 1), found.kind is How.MEAN and found.power in (0, 1)
@@ -71,22 +70,12 @@ def _is_told(part: Program, following: Following, new: Variable, of_whole: bool)
     return (of_whole or fits) and not (near.mixing or near.normalizing or near.bent or near.counting(part))
 
 
-def is_counted(part: Program, old: Variable, new: Variable) -> bool:
-    """Whether state is added to, so that it does not matter in which parts, and nothing else reads it."""
+def is_counted(part: Program, following: Following, old: Variable, new: Variable) -> bool:
+    """Whether a sum over examples is added to state, in whatever parts, and nothing else reads it."""
     maker = producers(part).get(new)
-    readers = [op for op in part.ops if old in op.inputs]
-    is_added = maker is not None and of(maker.type).adds and maker.inputs.count(old) == 1
+    if maker is None or not of(maker.type).adds or maker.inputs.count(old) != 1:
+        return False
+    added = [v for v in maker.inputs if v is not old]
     ends = (part.loss, *part.outputs, *part.next_state.values())
-    return is_added and readers == [maker] and old not in ends
-
-
-def random_values(program: Program) -> tuple[set[Variable], set[Variable]]:
-    """The Variables that random numbers and keys are made of, and those that are drawn."""
-    made, drawn = list[Variable](), set[Variable]()
-    for op in program.ops:
-        rows = [of(primitive) for primitive in op.body.primitives]
-        makes_keys = any(row.makes_keys for row in rows)
-        if makes_keys or any(row.draws for row in rows):
-            made += [v for v in op.inputs if v.is_key or makes_keys]
-            drawn.update(op.outputs)
-    return ancestors(program, made), drawn
+    is_read = old in ends or any(old in op.inputs for op in part.ops if op is not maker)
+    return not is_read and all(following.found[v] == Follows(How.MEAN, 1) for v in added)

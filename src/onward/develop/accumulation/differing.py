@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from onward.core.program import Program, Variable
 from onward.core.source import user_level
-from onward.develop.accumulation.carried import drawn_with, is_counted, made_of
+from onward.develop.accumulation.carried import is_counted, keys_in, made_of
 from onward.develop.accumulation.micro_batches import Accumulation
 from onward.develop.over_batch.known import Following
 
@@ -63,11 +63,11 @@ def expect_merged(part: Program, following: Following, results: Iterable[Variabl
 
 def expect_moved_on(part: Program, following: Following, how: Accumulation) -> None:
     """Warn of state made of examples that micro-batches move on one after the other."""
-    drawn = drawn_with(part, how.split)
+    keys = keys_in(part)
     handed = {old: new for old, new in made_of(part, how.split).items() if old.name not in how.merged}
-    left = {o: n for o, n in handed.items() if o not in drawn and not is_counted(part, o, n)}
+    left = {o: n for o, n in handed.items() if o not in keys and not is_counted(part, following, o, n)}
     near = following.reaching(part, left.values())
-    if not left or near.mixing or near.normalizing:  # told already
+    if not left or (not how.by_share and (near.mixing or near.normalizing)):  # told already
         return
     reading = next(iter((*near.bent, *near.counting(part))), None)
     read = f" ({reading.type!r}{reading.at} reads or gives a number of all examples)" if reading else ""

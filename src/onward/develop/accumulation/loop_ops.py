@@ -10,7 +10,7 @@ from onward.core.marks import KEEP, OF_WHOLE_BATCH, SCALE
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import ancestors
 from onward.core.words import Pass
-from onward.develop.accumulation.carried import random_values
+from onward.develop.accumulation.carried import keys_in
 from onward.develop.over_batch.known import Follows
 
 
@@ -48,7 +48,7 @@ class LoopCut:
         inside = self._inside()
         self.loop = self._loop(inside, first)
         looped = {v for op in self.loop for v in op.outputs}
-        self.made = looped - known
+        self.made = looped.difference(*(op.outputs for op in first))
         self.read = {v for op in self.loop for v in op.inputs} - looped
         needed = ancestors(program, self.read)
         self.outside = [op for op in program.ops if op not in inside or op in first]
@@ -81,13 +81,16 @@ class LoopCut:
             known = set(found)
 
     def _once(self, split: Collection[str]) -> dict[Variable, Variable]:
-        """Of what the forward pass carries on, state that changes in the same way for any micro-batches."""
+        """Of what the forward pass carries on, state that changes in the same way for any micro-batches.
+
+        Random numbers among it are drawn as the whole batch draws them, with the keys before the step.
+        """
         program = self.program
         given = [v for v in program.inputs if v.name in split]
-        keys, drawn = random_values(program)
-        found = {old: new for old, new in self.threaded.items() if old not in keys and new not in keys}
+        keys = keys_in(program)
+        found = {old: new for old, new in self.threaded.items() if old not in keys}
         while True:
-            differs = {*given, *drawn, *(old for old in self.threaded if old not in found)}
+            differs = {*given, *(old for old in self.threaded if old not in found and old not in keys)}
             for op in program.ops:
                 if op.type is not OF_WHOLE_BATCH and not differs.isdisjoint(op.inputs):
                     differs.update(op.outputs)

@@ -130,9 +130,14 @@ class KnownOfWhole:
         )
 
 
-def own_keys(part: Program, following: Following, split: Iterable[str]) -> tuple[StandIn, ...]:
-    """Keys of their own for what micro-batches draw for their examples from a key that all of them have."""
-    keys = in_common(part, {*part.next_state, *(v for v in part.inputs if v.name in set(split))})
+def own_keys(
+    part: Program, following: Following, split: Iterable[str], handed: Iterable[Variable]
+) -> tuple[StandIn, ...]:
+    """Keys of their own for what micro-batches draw for their examples from a key that all of them have.
+
+    That is made of no example, and of no state that they hand on.
+    """
+    keys = in_common(part, {*handed, *(v for v in part.inputs if v.name in set(split))})
     drawing = [op for op in part.ops if not following.drawn.isdisjoint(op.outputs)]
     pairs = [(op.outputs[0].name, v.name) for op in drawing for v in op.inputs if v in keys]
     return tuple(StandIn(name, key, OWN_KEY) for name, key in pairs)

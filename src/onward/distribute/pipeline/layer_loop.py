@@ -113,7 +113,8 @@ class LayerCut:
     def turn(self, outputs: Sequence[Variable]) -> Program:
         """The turn with these outputs."""
         old = self._turn
-        state = tuple(piece for v in old.state for piece in self.pieces.get(v, (v,)))
+        stacks = self._layers.stacks
+        state = tuple(piece for v in old.state for piece in (self.pieces[v] if v in stacks else (v,)))
         made = producers(old)
         own = {v: self._as_whole(v, made[v]) for v in outputs if v in self.pieces}
         read = {v for op in self._ops for v in op.inputs}.union(outputs)

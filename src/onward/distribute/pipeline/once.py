@@ -20,12 +20,14 @@ def with_once(
 
     That is what the forward pass makes of neither data nor what micro-batches hand on, and hands to another
     work or stage: of each micro-batch it would be kept again. What is only read where it is made stays there,
-    so that it is computed within what reads it.
+    so that it is computed within what reads it; and so does what a micro-batch gives, with what follows.
     """
-    varies = descendants(turn, [*turn.inputs, *handed_on])
+    ends = {*turn.outputs}
+    given = {v for op in turn.ops if not ends.isdisjoint(op.outputs) for v in op.outputs}
+    varies = descendants(turn, [*turn.inputs, *handed_on, *given])
     makers = {v: place for place, ops in groups.items() for op in ops for v in op.outputs}
     handed = {v for place, ops in groups.items() for op in ops for v in op.inputs if makers.get(v) != place}
-    needed = handed - varies - {*turn.outputs}
+    needed = handed - varies
     found: dict[Work, list[Op]] = {}
     for (stage, work), ops in reversed([*groups.items()]):
         once = _making(ops, needed) if work is StageWork.FORWARD else set()

@@ -21,6 +21,8 @@ from itertools import chain
 
 from onward.core.jaxprs.body import body_of
 from onward.core.names import Names
+from onward.core.primitives.table import of
+from onward.core.primitives.traits import Linear
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import consumers
 from onward.develop.accumulation.micro_batches import LoopPlan, with_loop
@@ -34,7 +36,7 @@ class SharedSum:
 
     Attributes:
         op: the sum, by the name of its result.
-        then: the ops that hand it on to where it is added up over micro-batches, in order, such as a cast.
+        then: the linear ops that hand it on to where it is added up over micro-batches, such as a cast.
         terms: for each stage which inputs of the sum are made there.
     """
 
@@ -70,8 +72,8 @@ def _sums(plan: LoopPlan, stage: Mapping[str, int]) -> list[SharedSum]:
     readers, results = consumers(plan.turn), {r.part for r in plan.sums}
     for op in filter(is_gradient_sum, plan.turn.ops):
         v, then = op.outputs[0], list[str]()
-        while v not in results and [({*o.inputs}, len(o.outputs)) for o in readers.get(v, ())] == [({v}, 1)]:
-            (v,) = readers[v][0].outputs
+        while v not in results and len(read := readers.get(v, ())) == 1 and _hands_on(read[0]):
+            (v,) = read[0].outputs
             then.append(v.name)
         terms = dict[int, list[int]]()
         if v in results and v not in readers and all(x.name in stage for x in op.inputs):
@@ -80,6 +82,12 @@ def _sums(plan: LoopPlan, stage: Mapping[str, int]) -> list[SharedSum]:
         if len(terms) > 1:
             found.append(SharedSum(op.outputs[0].name, tuple(then), terms))
     return found
+
+
+def _hands_on(op: Op) -> bool:
+    """Whether an op is linear in one gradient, so that it can be done to each part of a sum."""
+    is_one = len(set(op.inputs)) == len(op.outputs) == 1
+    return is_one and all(of(primitive).linear is Linear.FIRST for primitive in op.body.primitives)
 
 
 def _in_groups(program: Program, sums: Sequence[SharedSum]) -> Program:
