@@ -46,7 +46,7 @@ def codebook(p: Any, s: Any, x: Any) -> Any:
 
 def whitened(p: Any, s: Any, x: Any) -> Any:
     loss = square(p, (x - s["mean"]) / jnp.sqrt(s["var"]))
-    return loss, {"mean": 0.9 * s["mean"] + 0.1 * x.mean(0), "var": 0.9 * s["var"] + 0.1 * x.var(0)}
+    return loss, {"mean": 0.9 * s["mean"] + 0.1 * x.mean(0), "var": 0.9 * s["var"] + 0.1 * x.var(0, ddof=1)}
 
 
 def corrected(p: Any, s: Any, x: Any) -> Any:

@@ -192,10 +192,12 @@ def _walked(
         after, read = known.after_the_loop(whole, part, following)
         following = following.without(after)
         merged = {old: new for old, new in of_data.items() if old not in handed}
-        if not (left := untold(part, following, after, merged)):
+        results = (*part.signature.result.variables, *merged.values())
+        counts = known.known_counts(following).difference(map(producers(part).get, results))
+        exact = following.without_numbers(counts, known.values)
+        if not (left := untold(part, exact, after, merged)):
             break
         handed |= left
-    results = (*part.signature.result.variables, *merged.values())
     told = {v.name: following.found[v] for v in (*results, *read)}
     stand_ins = known.stand_ins(part, following, how.steps, [*part.outputs, *merged.values()])
     how = replace(
@@ -208,8 +210,7 @@ def _walked(
     if how.weight is not None:
         of_whole = {(one.op, one.value) for one in stand_ins if one.read is OF_WHOLE_BATCH}
         how = replace(how, misled=misled(part, following, how.weight, after, of_whole))
-    whole_numbers = known.known_counts(following).difference(map(producers(part).get, results))
-    return how, following.without_numbers(whole_numbers, known.values)
+    return how, exact
 
 
 def _is_told(part: Program, following: Following) -> bool:
