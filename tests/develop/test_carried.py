@@ -127,6 +127,34 @@ def test_state_is_that_of_the_whole_batch(layout: str, case: str):
             np.testing.assert_allclose(found[1][name], wanted[1][name], rtol=0, atol=1e-10, err_msg=name)
 
 
+@pytest.mark.filterwarnings("ignore:.*as batch normalization does", "ignore:.*the loss is neither")
+def test_state_beside_batch_normalization_is_that_of_the_whole_batch():
+    """Its own statistics, mean and variance of one array, are those of one micro-batch after the other."""
+
+    def loss(p: Any, s: Any, x: Any) -> Any:
+        h = x @ p["w"]
+        mean, var = h.mean(0), h.var(0)
+        normal = (h - mean) / jnp.sqrt(var + 1e-5)
+        return jnp.mean((normal @ p["v"] - 1) ** 2), {
+            "mean": 0.9 * s["mean"] + 0.1 * mean,
+            "var": 0.9 * s["var"] + 0.1 * var,
+            "size": 0.9 * s["size"] + 0.1 * jnp.mean(jnp.abs(h)),
+            "steps": s["steps"] + 1,
+        }
+
+    state = {"mean": np.zeros(3), "var": np.ones(3), "size": 0.0, "steps": 0}
+    program = ow.SGD(0.1).minimize(loss, PARAMS, X, state=state)
+    step = ow.compile(ow.accumulate(program, 4), options=QUICK)
+    now, _ = step(step.init(PARAMS, state), X)
+    wanted = state
+    for part in X.reshape(4, 4, 3):
+        _, wanted = loss(PARAMS, wanted, part)
+    _, whole = loss(PARAMS, state, X)
+    for name in state:
+        of = wanted if name in ("mean", "var") else whole
+        np.testing.assert_allclose(now.model_state[name], of[name], rtol=1e-5, err_msg=name)
+
+
 def test_state_beside_a_loss_that_is_a_sum():
     """In either order, and where it is said by hand."""
 

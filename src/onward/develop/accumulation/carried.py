@@ -47,7 +47,8 @@ def keys_in(program: Program) -> State:
 def untold(part: Program, following: Following, after: Collection[Op], state: State) -> State:
     """Of some state that of which the whole's next value does not follow from those of the parts.
 
-    Running statistics belong together: if it does not of one, it is taken to do so of none.
+    Running statistics of one array belong together, such as its mean and variance: if it does not of one, it
+    is taken to do so of none.
 
     Args:
         part: the forward Program of a part.
@@ -57,9 +58,22 @@ def untold(part: Program, following: Following, after: Collection[Op], state: St
     """
     held = {v for op in after for v in op.outputs}
     left = {o: new for o, new in state.items() if not _follows(part, following, new, new in held)}
-    if any(new.is_float for new in left.values()):
-        left |= {old: new for old, new in state.items() if new.is_float}
-    return left
+    return left | beside(part, following, left, state)
+
+
+def beside(part: Program, following: Following, some: State, state: State) -> State:
+    """The state that is made of statistics of the same arrays as some other state."""
+    arrays = {v for new in some.values() if new.is_float for v in _reduced(part, following, new)}
+    floats = {old: new for old, new in state.items() if new.is_float}
+    return {old: new for old, new in floats.items() if arrays & _reduced(part, following, new)}
+
+
+def _reduced(part: Program, following: Following, new: Variable) -> set[Variable]:
+    """The arrays over examples of which a value reads statistics."""
+    needed = ancestors(part, [new])
+    kinds = {v: following.found[v].kind for v in needed if v in following.found}
+    ops = (op for op in part.ops if any(kinds.get(v, How.ROWS) is not How.ROWS for v in op.outputs))
+    return {v for op in ops for v in op.inputs if kinds.get(v) is How.ROWS}
 
 
 def _follows(part: Program, following: Following, new: Variable, of_whole: bool) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from onward.core.program import Program, Variable
 from onward.core.source import user_level
-from onward.develop.accumulation.carried import is_counted, keys_in, made_of
+from onward.develop.accumulation.carried import beside, is_counted, keys_in, made_of
 from onward.develop.accumulation.micro_batches import Accumulation
 from onward.develop.over_batch.known import Following
 
@@ -65,10 +65,18 @@ def expect_moved_on(part: Program, following: Following, how: Accumulation) -> N
     """Warn of state made of examples that micro-batches move on one after the other."""
     keys = keys_in(part)
     handed = {old: new for old, new in made_of(part, how.split).items() if old.name not in how.merged}
-    left = {o: n for o, n in handed.items() if o not in keys and not is_counted(part, following, o, n)}
-    near = following.reaching(part, left.values())
-    if not left or (not how.by_share and (near.mixing or near.normalizing)):  # told already
+
+    def is_apart(new: Variable) -> bool:
+        near = following.reaching(part, [new])
+        return bool(near.mixing or near.normalizing)
+
+    told = {} if how.by_share else {old: new for old, new in handed.items() if is_apart(new)}
+    told |= beside(part, following, told, handed)  # with the statistic that is warned of
+    rest = {old: new for old, new in handed.items() if old not in keys and old not in told}
+    left = {old: new for old, new in rest.items() if not is_counted(part, following, old, new)}
+    if not left:
         return
+    near = following.reaching(part, left.values())
     reading = next(iter((*near.bent, *near.counting(part))), None)
     read = f" ({reading.type!r}{reading.at} reads or gives a number of all examples)" if reading else ""
     warnings.warn(
