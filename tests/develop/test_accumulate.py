@@ -589,7 +589,7 @@ def plain(value):
 
 @pytest.mark.filterwarnings("ignore:.*as batch normalization does")
 def test_state_goes_from_one_micro_batch_to_the_next():
-    """Batch norm, a key: those of a loop over Programs of one micro-batch, as counts are; gradients the mean."""
+    """Batch norm and a key: those of a loop over Programs of one micro-batch; of gradients its mean."""
     small = ow.append_backward(ow.trace(carrying, batch_size=2))
     big = ow.SGD(RATE).minimize(ow.trace(carrying, batch_size=ROWS))
     names = [g.name for _, g in small.gradients]
