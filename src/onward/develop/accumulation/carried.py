@@ -20,6 +20,7 @@ from collections.abc import Collection, Iterable
 from onward.core.primitives.table import of
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import ancestors, descendants, producers
+from onward.core.words import Pass
 from onward.develop.over_batch.known import SAME, Following, Follows, How
 
 State = dict[Variable, Variable]  # with what replaces it
@@ -28,8 +29,9 @@ State = dict[Variable, Variable]  # with what replaces it
 def made_of(part: Program, split: Iterable[str]) -> State:
     """The state that is made of these data, or of state that is."""
     given = {v for v in part.inputs if v.name in set(split)}
+    updated = {v for op in part.ops if op.made_by is Pass.UPDATE for v in op.outputs}  # of a loaded Program
     while True:
-        varies = descendants(part, given)
+        varies = descendants(part, given) - updated
         found = {old: new for old, new in part.next_state.items() if new in varies}
         if given.issuperset(found):
             return found
