@@ -147,3 +147,11 @@ def test_each_task_finds_in_memory_what_was_foretold(name: str):
     pipeline = make()
     found = ow.memory(pipeline)
     assert [[m.bytes for m in curve] for curve in found.curves] == measured(pipeline, params, data)
+
+
+@pytest.mark.parametrize("look", [ow.memory, ow.collectives])
+def test_one_of_several_processes_does_not_have_all_stages(look: Callable[[Any], Any], monkeypatch: Any):
+    cut = ow.pipeline(ow.SGD(0.1).minimize(looped, jnp.stack(LAYERS), X), 2, 4)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ow.ArgumentError, match=f"{look.__name__} compiles all stages.*in one process"):
+        look(cut)

@@ -38,6 +38,7 @@ from onward.derive.update.update import append_update
 from onward.develop.accumulation.accumulate import accumulation_of, expect_devices
 from onward.develop.batch import WEIGHT, batch_names, data_types
 from onward.develop.over_batch.filled import misled
+from onward.develop.over_batch.known import Following
 from onward.develop.over_batch.own_keys import folded
 from onward.distribute.merge import Average, Devices, Merge, Sum
 from onward.distribute.share import Share, weighed_by
@@ -226,9 +227,14 @@ def _forward(
     merged = check(_with_merged_state(own, devices))
     if weight is None:
         return merged, None, ()
-    is_told = following is not None and (traced.loss is None or following.is_told(traced, traced.loss))
+    is_told = following is not None and (traced.loss is None or _is_told(traced, traced.loss, following))
     misleading = () if following is None else misled(traced, following, weight)
     return merged, None if is_told else Share(own, own[weight], devices), misleading
+
+
+def _is_told(program: Program, loss: Variable, following: Following) -> bool:
+    """Whether the loss follows from those of the devices, whose ops read the whole batch's numbers."""
+    return following.without_numbers(following.numbers, following.constants).is_told(program, loss)
 
 
 def _expect_alike(program: Program) -> None:

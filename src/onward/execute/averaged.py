@@ -71,5 +71,6 @@ def averages(program: Program, state: State) -> list[Any]:
     """The values of all parameters to evaluate, in their order; some may be the State's own arrays."""
     state.expect_whole()
     evaluated = evaluated_parameters(program)
-    Layout.of(evaluated).expect_all(state.layout, program.name)
+    instead = "Pass the Program whose step made it."
+    Layout.of(evaluated).expect_all(state.layout, program.name, instead=instead)
     return lower(evaluated, evaluated.outputs)(together([state[v] for v in evaluated.state]), ())

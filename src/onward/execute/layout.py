@@ -70,13 +70,19 @@ class Layout:
         """The identity of a Variable across Programs: its name, its shape over all devices, and its dtype."""
         return v.name, whole_shape(v, self.replicas), v.dtype
 
-    def expect_all(self, other: Layout, name: str, added: Iterable[Variable] = ()) -> None:
+    def expect_all(
+        self,
+        other: Layout,
+        name: str,
+        added: Iterable[Variable] = (),
+        instead: str = "Make one with this step's own init.",
+    ) -> None:
         """Raise ``StateError`` unless a State of another layout, and what is added, has all of this one."""
         known = {*map(other.identity_of, other.variables), *map(self.identity_of, added)}
         if lacking := [v for v in self.variables if self.identity_of(v) not in known]:
             raise StateError(
                 f"This State has no {', '.join(f'{v.name!r} ({v.type})' for v in lacking[:5])}, which {name} "
-                "keeps. Make one with this step's own init."
+                f"keeps. {instead}"
             )
 
     def whole(self, v: Variable) -> Variable:

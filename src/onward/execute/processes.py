@@ -56,6 +56,15 @@ def first_devices(program: str, wants: str, count: int) -> list[Any]:
     return [device for process in range(processes) for device in _of(found, process)[:each]]
 
 
+def expect_all_stages(asked: str) -> None:
+    """Raise ``ArgumentError`` where this process does not have the devices of all stages of a pipeline."""
+    if jax.process_count() > 1:
+        raise ArgumentError(
+            f"{asked} compiles all stages of a pipeline, and this process has some of the devices. Ask for "
+            "it in one process with as many devices; nothing is run there."
+        )
+
+
 def _of(devices: Iterable[Any], process: int) -> list[Any]:
     return [device for device in devices if device.process_index == process]
 

@@ -172,7 +172,7 @@ def _told(recipe: Recipe, program: Program, data: tuple[Any, ...], how: Accumula
     expect_apart(part, following, how)
     expect_merged(part, following, results)
     told = replace(told, is_sum=is_sum_of(part, following, "accumulate takes the mean over micro-batches"))
-    if how.weight is not None and not _is_told(part, following):
+    if how.weight is not None and part.loss is not None and not following.is_told(part, part.loss):
         told = _by_share(whole, part, by_share, told)
     expect_moved_on(part, following, told)
     return told
@@ -182,8 +182,8 @@ def _walked(
     whole: Program, part: Program, how: Accumulation, is_left: bool
 ) -> tuple[Accumulation, Following | None]:
     """How results follow from those of the micro-batches; nothing if they are not the same ops."""
-    of_data = made_of(part, how.split)
-    handed = {**(of_data if how.by_share else {}), **keys_in(part)}
+    of_data = made_of(part, how.split, part.next_state)
+    handed = {**(of_data if how.by_share else {}), **keys_in(part, part.next_state)}
     while True:
         known = KnownOfWhole(whole, part, is_left, handed)
         following = follow(whole, part, how.steps, how.split, known.can_have, in_turn=True)
@@ -211,13 +211,6 @@ def _walked(
         of_whole = {(one.op, one.value) for one in stand_ins if one.read is OF_WHOLE_BATCH}
         how = replace(how, misled=misled(part, following, how.weight, after, of_whole))
     return how, exact
-
-
-def _is_told(part: Program, following: Following) -> bool:
-    """Whether the loss of the batch is known to be made of those of the micro-batches."""
-    loss = [] if part.loss is None else [part.loss]
-    counts = following.reaching(part, loss).counting(part)
-    return not counts and all(following.is_told(part, v) for v in loss)
 
 
 def _by_share(whole: Program, part: Program, how: Accumulation, told: Accumulation) -> Accumulation:

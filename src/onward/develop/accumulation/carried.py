@@ -9,41 +9,49 @@ is known.
 ...     mean = jnp.mean(x @ w)
 ...     return mean, {"mean": 0.9 * state["mean"] + 0.1 * mean, "steps": state["steps"] + 1}
 >>> part = ow.trace(loss, jnp.ones(3), jnp.ones((4, 3)), state={"mean": jnp.ones(()), "steps": 0})
->>> [v.name for v in made_of(part, ["x"])], [v.name for v in keys_in(part)]
+>>> state = part.next_state
+>>> [v.name for v in made_of(part, ["x"], state)], [v.name for v in keys_in(part, state)]
 (['state/mean'], [])
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 
+from onward.core.marks import OF_WHOLE_BATCH
 from onward.core.primitives.table import of
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import ancestors, descendants, producers
 from onward.core.words import Pass
 from onward.develop.over_batch.known import SAME, Following, Follows, How
 
-State = dict[Variable, Variable]  # with what replaces it
+State = Mapping[Variable, Variable]  # with what replaces it
 
 
-def made_of(part: Program, split: Iterable[str]) -> State:
-    """The state that is made of these data, or of state that is."""
-    given = {v for v in part.inputs if v.name in set(split)}
-    updated = {v for op in part.ops if op.made_by is Pass.UPDATE for v in op.outputs}  # of a loaded Program
+def made_of(program: Program, split: Iterable[str], state: State) -> State:
+    """Of some state that which is made of these data, or of state that is.
+
+    What is read of the whole batch differs from none of its micro-batches to another; and what a loaded
+    Program updates is nothing that its forward pass carries on.
+    """
+    ops = (op for op in program.ops if op.type is not OF_WHOLE_BATCH and op.made_by is not Pass.UPDATE)
+    program = replace(program, ops=tuple(ops))
+    given = {v for v in program.inputs if v.name in set(split)}
     while True:
-        varies = descendants(part, given) - updated
-        found = {old: new for old, new in part.next_state.items() if new in varies}
+        varies = descendants(program, given)
+        found = {old: new for old, new in state.items() if new in varies}
         if given.issuperset(found):
             return found
         given |= found.keys()
 
 
-def keys_in(program: Program) -> State:
-    """The state that random keys are made of, and that is replaced by one of these keys."""
+def keys_in(program: Program, state: State) -> State:
+    """Of some state that which random keys are made of, and which one of these keys replaces."""
     ops = [op for op in program.ops if any(of(primitive).makes_keys for primitive in op.body.primitives)]
     read = ancestors(program, [v for op in ops for v in op.inputs])
     made = descendants(program, [v for op in ops for v in op.outputs])
-    return {old: new for old, new in program.next_state.items() if old in read and new in made}
+    return {old: new for old, new in state.items() if old in read and new in made}
 
 
 def untold(part: Program, following: Following, after: Collection[Op], state: State) -> State:
@@ -60,7 +68,7 @@ def untold(part: Program, following: Following, after: Collection[Op], state: St
     """
     held = {v for op in after for v in op.outputs}
     left = {o: new for o, new in state.items() if not _follows(part, following, new, new in held)}
-    return left | beside(part, following, left, state)
+    return {**left, **beside(part, following, left, state)}
 
 
 def beside(part: Program, following: Following, some: State, state: State) -> State:
@@ -80,10 +88,10 @@ def _reduced(part: Program, following: Following, new: Variable) -> set[Variable
 
 def _follows(part: Program, following: Following, new: Variable, of_whole: bool) -> bool:
     """Whether a value of the whole is computed of what is known of it, or put together of the parts'."""
-    found, near = following.found[new], following.reaching(part, [new])
+    found = following.found[new]
     is_sum, is_mean = found == Follows(How.MEAN, 1), found.kind is How.MEAN and found.power in (0, 1)
     fits = found == SAME or found.kind in (How.MOST, How.LEAST) or (is_mean if new.is_float else is_sum)
-    return (of_whole or fits) and not (near.mixing or near.normalizing or near.bent or near.counting(part))
+    return (of_whole or fits) and following.is_free(part, new)
 
 
 def is_counted(part: Program, following: Following, old: Variable, new: Variable) -> bool:

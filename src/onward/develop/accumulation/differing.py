@@ -63,8 +63,8 @@ def expect_merged(part: Program, following: Following, results: Iterable[Variabl
 
 def expect_moved_on(part: Program, following: Following, how: Accumulation) -> None:
     """Warn of state made of examples that micro-batches move on one after the other."""
-    keys = keys_in(part)
-    handed = {old: new for old, new in made_of(part, how.split).items() if old.name not in how.merged}
+    state = {old: new for old, new in part.next_state.items() if old.name not in how.merged}
+    keys, handed = keys_in(part, state), made_of(part, how.split, state)
 
     def is_apart(new: Variable) -> bool:
         near = following.reaching(part, [new])

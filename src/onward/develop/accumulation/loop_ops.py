@@ -10,7 +10,7 @@ from onward.core.marks import KEEP, OF_WHOLE_BATCH, SCALE
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import ancestors
 from onward.core.words import Pass
-from onward.develop.accumulation.carried import keys_in
+from onward.develop.accumulation.carried import State, keys_in, made_of
 from onward.develop.over_batch.known import Follows
 
 
@@ -39,9 +39,10 @@ class LoopCut:
         self.program, self.behind, self._merged = program, behind, merged
         self.late = _late(program)
         self.following = {old: self.proposed.get(new, new) for old, new in program.next_state.items()}
-        self.threaded = self._threaded()
-        once = self._once(split)
-        self.threaded = {old: new for old, new in self.threaded.items() if old not in once}
+        carried = self._carried()
+        handed = {**made_of(program, split, carried), **keys_in(program, carried)}
+        once = {old: new for old, new in carried.items() if old not in handed}
+        self.threaded = {old: new for old, new in carried.items() if old in handed}
         of_whole = [v for op in program.ops if op.type is OF_WHOLE_BATCH for v in op.outputs]
         known = ancestors(program, [*of_whole, *once.values()])
         first = {op for op in program.ops if not known.isdisjoint(op.outputs)}
@@ -67,8 +68,8 @@ class LoopCut:
         keeping = (op for op in self.program.ops if op.type is KEEP and op.made_by is Pass.UPDATE)
         return {op.outputs[0]: op.inputs[1] for op in keeping}
 
-    def _threaded(self) -> dict[Variable, Variable]:
-        """The state that the forward pass carries from batch to batch, and what replaces it."""
+    def _carried(self) -> State:
+        """The state that the forward pass carries from batch to batch and nothing puts together."""
         makers = (Pass.FORWARD, Pass.COLLECTIVE)
         made = {v for op in self.program.ops if op.made_by in makers for v in op.outputs} - self.late
         found: dict[Variable, Variable] = {}
@@ -79,24 +80,6 @@ class LoopCut:
             if known == found.keys():
                 return found
             known = set(found)
-
-    def _once(self, split: Collection[str]) -> dict[Variable, Variable]:
-        """Of what the forward pass carries on, state that changes in the same way for any micro-batches.
-
-        Random numbers among it are drawn as the whole batch draws them, with the keys before the step.
-        """
-        program = self.program
-        given = [v for v in program.inputs if v.name in split]
-        keys = keys_in(program)
-        found = {old: new for old, new in self.threaded.items() if old not in keys}
-        while True:
-            differs = {*given, *(old for old in self.threaded if old not in found and old not in keys)}
-            for op in program.ops:
-                if op.type is not OF_WHOLE_BATCH and not differs.isdisjoint(op.inputs):
-                    differs.update(op.outputs)
-            if differs.isdisjoint(found.values()):
-                return found
-            found = {old: new for old, new in found.items() if new not in differs}
 
     def _inside(self) -> set[Op]:
         ops = self.program.ops

@@ -90,9 +90,14 @@ class Following:
 
     def is_told(self, program: Program, v: Variable) -> bool:
         """Whether a value is the mean of those of the parts, or their sum, and all they need is known."""
-        near, found = self.reaching(program, [v]), self.found[v]
+        found = self.found[v]
         is_mean = found.kind is How.MEAN and found.power in (0, 1)
-        return (is_mean or found == SAME) and not (near.mixing or near.normalizing or near.bent)
+        return (is_mean or found == SAME) and self.is_free(program, v)
+
+    def is_free(self, program: Program, v: Variable) -> bool:
+        """Whether nothing that a value depends on reads the examples of other parts, or their number."""
+        near = self.reaching(program, [v])
+        return not (near.mixing or near.normalizing or near.bent or near.counting(program))
 
     def out_of_order(self, variables: Iterable[Variable]) -> list[Variable]:
         """Those that are not the parts' laid end to end: they count examples, or hold all several times."""

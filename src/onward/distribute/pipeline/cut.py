@@ -245,14 +245,13 @@ def cut(
     Raises:
         GraphError: ops stand before the forward pass.
     """
-    accumulated, loops = _apart(accumulated, loops, homes, schedule.stages)
+    accumulated, loops, inside = _with_sums(accumulated, loops, homes, schedule.stages)
     op = next(op for op in accumulated.ops if op.type is ACCUMULATE)
     loop = loops.loop
     _expect_divided(loops, lanes.within)
     turn = loop.turn
     _expect_nothing_before(program, loop)
     ahead = loops.ahead
-    inside = stages_by_name(turn, frozenset(ahead), schedule.stages, homes)
     handed_on = {*(old for old, *_ in loop.threaded), *(v for o in ahead for v in o.outputs)}
     groups = with_once(turn, _groups(turn, inside, schedule), handed_on)
     makers = {v: place for place, ops in groups.items() for o in ops for v in o.outputs}
@@ -274,14 +273,20 @@ def cut(
     return Pipeline(program, accumulated, *inner, placing.homes, lanes)
 
 
-def _apart(accumulated: Program, loops: StageLoops, homes: Homes, stages: int) -> tuple[Program, StageLoops]:
-    """A Program that accumulates and its loops, with a sum in each stage of what several have a part of."""
+def _with_sums(
+    accumulated: Program, loops: StageLoops, homes: Homes, stages: int
+) -> tuple[Program, StageLoops, Stages]:
+    """A Program that accumulates, with a sum in each stage of what several have a part of.
+
+    With it its loops, and the stage of each op of a turn.
+    """
     inside = stages_by_name(loops.loop.turn, frozenset(loops.ahead), stages, homes)
     found = summed_in_stages(accumulated, inside)
     if found is accumulated:
-        return accumulated, loops
+        return accumulated, loops, inside
     whole = StageLoops(loop_of(found))
-    return found, shared_out(whole, stages) if loops.begins else whole
+    loops = shared_out(whole, stages) if loops.begins else whole
+    return found, loops, stages_by_name(loops.loop.turn, frozenset(loops.ahead), stages, homes)
 
 
 def _statistics(program: Program, loop: LoopPlan, rest: Iterable[Op]) -> Program:

@@ -22,6 +22,7 @@ from onward.core.structure import describe
 from onward.core.walk import producers
 from onward.distribute.pipeline.cut import Pipeline
 from onward.execute.pipelined import PipelineStep
+from onward.execute.processes import expect_all_stages
 from onward.execute.stage_executables import StageExecutables
 from onward.execute.step import Step
 from onward.explain.collectives.found import KINDS, CompiledCollective, ExchangedValue, collectives_in
@@ -154,11 +155,7 @@ def collectives(
 
 def _of_stages(pipeline: Pipeline) -> Collectives:
     """The collectives of all parts of all stages, those of a micro-batch as often as there are of these."""
-    if jax.process_count() > 1:
-        raise ArgumentError(
-            "collectives compiles all stages of a pipeline, and this process has some of the devices. Ask "
-            "for them in one process with as many devices; nothing is run there."
-        )
+    expect_all_stages("collectives")
     marks, found = defaultdict[Program, Marks](Marks), []
     with _with_lines():
         stages = StageExecutables(pipeline, (), {}, lambda program: marks[program](program))

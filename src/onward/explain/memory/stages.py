@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-import jax
-
 from onward.core.columns import columns
-from onward.core.errors import ArgumentError
 from onward.core.show import human_bytes
 from onward.distribute.pipeline.cut import Pipeline
 from onward.execute.memory.held import MemoryShare
+from onward.execute.processes import expect_all_stages
 from onward.explain.memory.planned import StageMoment, planned_moments
 from onward.explain.memory.plot import Chart, OpPoint, Picture, picture
 
@@ -77,9 +75,5 @@ def memory_of_stages(pipeline: Pipeline) -> PipelineMemory:
     Raises:
         ArgumentError: too few devices, or several processes.
     """
-    if jax.process_count() > 1:
-        raise ArgumentError(
-            "memory compiles all stages of a pipeline, and this process has some of the devices. Ask for it "
-            "in one process with as many devices; nothing is run there."
-        )
+    expect_all_stages("memory")
     return PipelineMemory(pipeline, planned_moments(pipeline))
