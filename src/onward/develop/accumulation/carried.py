@@ -30,20 +30,15 @@ State = Mapping[Variable, Variable]  # with what replaces it
 
 
 def made_of(program: Program, split: Iterable[str], state: State) -> State:
-    """Of some state that which is made of these data, or of state that is.
+    """Of some state that which is made of these data, not of what was carried on before alone.
 
     What is read of the whole batch differs from none of its micro-batches to another; and what a loaded
     Program updates is nothing that its forward pass carries on.
     """
     ops = (op for op in program.ops if op.type is not OF_WHOLE_BATCH and op.made_by is not Pass.UPDATE)
     program = replace(program, ops=tuple(ops))
-    given = {v for v in program.inputs if v.name in set(split)}
-    while True:
-        varies = descendants(program, given)
-        found = {old: new for old, new in state.items() if new in varies}
-        if given.issuperset(found):
-            return found
-        given |= found.keys()
+    varies = descendants(program, [v for v in program.inputs if v.name in set(split)])
+    return {old: new for old, new in state.items() if new in varies}
 
 
 def keys_in(program: Program, state: State) -> State:
