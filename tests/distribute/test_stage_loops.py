@@ -86,8 +86,8 @@ NETWORKS: dict[str, Callable[..., Any]] = {f.__name__: f for f in (plain, tied, 
         ("plain", 4, "zero_bubble", CLIPPED, None),
         ("tied", 2, "1f1b", ow.Adam(0.01, rules=[ow.EMA(0.5)]), FSDP),
         ("penalized", 4, "gpipe", ow.Momentum(0.1), TENSOR),
-        ("scaled", 2, "1f1b", ow.Muon(0.02), ({"data": 4}, {})),
-        ("plain", 2, "gpipe", ow.SGD(0.1), ({"data": 2, "fsdp": 2}, {"layers/*": "fsdp"})),
+        ("scaled", 2, "zero_bubble", ow.Muon(0.02), ({"data": 4}, {})),
+        ("plain", 2, "zero_bubble", ow.SGD(0.1), ({"data": 2, "fsdp": 2}, {"layers/*": "fsdp"})),
     ],
 )
 def test_twenty_steps_are_those_of_one_device(
@@ -198,7 +198,7 @@ def test_keys_of_layers_and_results_of_each_layer():
     state = {"key": jax.random.key(3)}
     program = CLIPPED.minimize(dropped, PARAMS, DATA, state=state, has_aux=True)
     found = []
-    for one in (ow.accumulate(program, 4), ow.pipeline(program, 2, 4)):
+    for one in (ow.accumulate(program, 4), ow.pipeline(program, 2, 4, "zero_bubble")):
         step = ow.compile(one, options=QUICK)
         now = step.init(PARAMS, state)
         for _ in range(3):

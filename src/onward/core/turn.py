@@ -21,6 +21,7 @@ import numpy as np
 from jax import lax
 
 from onward.core.jaxprs.body import Body
+from onward.core.jaxprs.joining import joined
 from onward.core.jaxprs.loops import carry_of
 from onward.core.lower import lower
 from onward.core.program import Program, Variable, programs_within
@@ -86,6 +87,20 @@ class ScanTurn:
     def once(self, *values: Any) -> list[Any]:
         """One turn, computed."""
         return lower(self.program, self.program.outputs)((), values)
+
+    def computed(
+        self, given: Sequence[Variable], wanted: Sequence[Variable], effects: bool = False
+    ) -> Callable[..., list[Any]]:
+        """The function from some values of a turn to others, with what it does beside if ``effects``."""
+        program = self.program
+        ops, missing = [], {*wanted} - {*given}
+        for op in reversed(program.ops):
+            if not missing.isdisjoint(op.outputs) or (effects and op.body.has_effects):
+                ops.append(op)
+                missing = (missing | {*op.inputs}) - {*given}
+        constants = {v: value for v, value in program.constants.items() if v in missing}
+        body = joined(ops[::-1], [*given, *constants], wanted)
+        return lambda *values: body(*values, *constants.values())
 
     def scan(self, turn: Callable[..., list[Any]], values: Sequence[Any]) -> list[Any]:
         """The results of the loop with a function in place of its turn."""

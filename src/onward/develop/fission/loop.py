@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from onward.core.jaxprs.joining import joined
 from onward.core.program import Op, Variable
 from onward.develop.fission.parts import Parts, Term
 
@@ -44,14 +43,14 @@ class LoopApart:
     def _same_in_all(self, fixed: Values) -> Values:
         """All that is the same in all turns, and that is computed of it."""
         once = self.parts.once
-        return {**fixed, **dict(zip(once, self._computed([*fixed], once)(*fixed.values()), strict=True))}
+        return {**fixed, **dict(zip(once, self.turn.computed([*fixed], once)(*fixed.values()), strict=True))}
 
     def _early(self, fixed: Values, cut: Values) -> dict[Variable, Any]:
         """The values cut for the turns, and the products of them, those of all turns at once."""
         early = self.parts.early
         if not early:
             return dict(cut)
-        of_one = self._computed([*fixed, *cut], early)
+        of_one = self.turn.computed([*fixed, *cut], early)
         of_all = jax.vmap(lambda *now: of_one(*fixed.values(), *now))(*cut.values())
         return {**cut, **dict(zip(early, of_all, strict=True))}
 
@@ -62,7 +61,7 @@ class LoopApart:
         kept = [self.totals[i].kept if i in self.totals else (turn.program.outputs[i],) for i in self.carried]
         wanted = [v for group in kept for v in group]
         results = [*wanted, *turn.stacked, *parts.stacks]
-        compute = self._computed([*fixed, *carried, *stacked], results, effects=True)
+        compute = self.turn.computed([*fixed, *carried, *stacked], results, effects=True)
 
         def once(*values: Any) -> list[Any]:
             found = iter(compute(*fixed.values(), *values))
@@ -82,22 +81,8 @@ class LoopApart:
             source, total = term.operands[0], jnp.sum(operands[0], axis=0)
         else:
             source, total = term.product.outputs[0], _long_product(term.product, *operands)
-        (found,) = self._computed([source], [term.added])(total)
+        (found,) = self.turn.computed([source], [term.added])(total)
         return found
-
-    def _computed(
-        self, given: Sequence[Variable], wanted: Sequence[Variable], effects: bool = False
-    ) -> Callable[..., list[Any]]:
-        """The function from some values of a turn to others, with what it does beside if ``effects``."""
-        program = self.turn.program
-        ops, missing = [], {*wanted} - {*given}
-        for op in reversed(program.ops):
-            if not missing.isdisjoint(op.outputs) or (effects and op.body.has_effects):
-                ops.append(op)
-                missing = (missing | {*op.inputs}) - {*given}
-        constants = {v: value for v, value in program.constants.items() if v in missing}
-        body = joined(ops[::-1], [*given, *constants], wanted)
-        return lambda *values: body(*values, *constants.values())
 
 
 def _long_product(op: Op, one: Any, other: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -15,6 +15,7 @@ from onward.core.cost import size
 from onward.core.errors import ArgumentError, GraphError
 from onward.core.marks import ACCUMULATE
 from onward.core.meshes import axes_of, part_size
+from onward.core.names import Names
 from onward.core.partitioned import expect_fit
 from onward.core.program import Op, Partition, Program, Variable
 from onward.core.walk import ancestors
@@ -253,10 +254,11 @@ def cut(
     _expect_nothing_before(program, loop)
     ahead = loops.ahead
     handed_on = {*(old for old, *_ in loop.threaded), *(v for o in ahead for v in o.outputs)}
-    groups = with_once(turn, _groups(turn, inside, schedule), handed_on)
+    constants = dict(turn.constants)
+    groups = with_once(turn, _groups(turn, inside, schedule, constants), handed_on)
     makers = {v: place for place, ops in groups.items() for o in ops for v in o.outputs}
     makers = {v: makers.get(v, (0, F)) for v in turn.outputs}
-    works = parts_of(turn, groups, makers, [old for old, *_ in loop.threaded])
+    works = parts_of(replace(turn, constants=constants), groups, makers, [old for old, *_ in loop.threaded])
     once = {stage: part for (stage, work), part in works.items() if work == ONCE}
     parts = {(of, StageWork(work)): part for (of, work), part in works.items() if work != ONCE}
     given = {r.whole: makers[r.part][0] for r in (*loop.sums, *loop.joined)}
@@ -322,16 +324,19 @@ def _first_readers(parts: Mapping[Work, Program]) -> dict[str, int]:
     return found
 
 
-def _groups(turn: Program, inside: Stages, schedule: PipelineSchedule) -> dict[Place, list[Op]]:
-    """The ops of each stage and work."""
+def _groups(
+    turn: Program, inside: Stages, schedule: PipelineSchedule, constants: dict[Variable, Any]
+) -> dict[Place, list[Op]]:
+    """The ops of each stage and work; ``constants`` get those of what is taken apart."""
     groups: dict[Place, list[Op]] = {}
+    names = Names(turn.variables)
     for stage in range(schedule.stages):
         own = [op for op in turn.ops if inside.get(op) == stage]
         groups[stage, F] = [op for op in own if op.made_by is Pass.FORWARD]
         late = [op for op in own if op.made_by is not Pass.FORWARD]
         if schedule.splits_backward:
             elsewhere = {v for op in turn.ops if inside.get(op, stage) != stage for v in op.inputs}
-            groups[stage, B], groups[stage, W] = apart(late, elsewhere, turn.outputs)
+            groups[stage, B], groups[stage, W] = apart(late, elsewhere, turn.outputs, names, constants)
         else:
             groups[stage, B] = late
     return {place: ops for place, ops in groups.items() if ops or place[1] is F}

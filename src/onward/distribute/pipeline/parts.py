@@ -11,7 +11,10 @@ from onward.core.cost import cost
 from onward.core.jaxprs.body import body_of
 from onward.core.jaxprs.reading import read_jaxpr
 from onward.core.names import Names
+from onward.core.primitives.table import of
+from onward.core.primitives.traits import Runs
 from onward.core.program import Op, Program, Variable
+from onward.distribute.pipeline.halves import in_halves
 
 Key = TypeVar("Key", bound=Hashable)
 _DOUBLE = 1.1  # how much dearer than one op two may be that compute its outputs apart
@@ -90,30 +93,44 @@ def taken_apart(op: Op, names: Names, constants: dict[Variable, Any]) -> Sequenc
 
 
 def apart(
-    ops: Sequence[Op], first: Collection[Variable], then: Collection[Variable]
+    ops: Sequence[Op],
+    first: Collection[Variable],
+    then: Collection[Variable],
+    names: Names,
+    constants: dict[Variable, Any],
 ) -> tuple[list[Op], list[Op]]:
     """The ops that compute what is wanted first, and those that compute the rest from what these made.
 
-    An op that computes some of both becomes two, unless they would do the same work twice.
+    An op that computes some of both becomes two, unless they would do the same work twice; the second half of
+    a loop reads what the first one stacks for it, by ``names`` of their own. ``constants`` get those of what
+    stood in one op with a loop.
     """
+    ops = [o for op in ops for o in (taken_apart(op, names, constants) if _holds_loop(op) else [op])]
     needed = set(first)
     early = []
+    rest: dict[Op, Op] = {}
     for op in reversed(ops):
         wanted = [i for i, v in enumerate(op.outputs) if v in needed]
         if wanted:
-            part = _cheapest(op, wanted)
+            part, rest[op] = in_halves(op, wanted, names) or (_cheapest(op, wanted), op)
             early.append(part)
             needed.update(part.inputs)
     made = {v for op in early for v in op.outputs}
     needed = set(then)
     late = []
-    for op in reversed(ops):
+    for op in (rest.get(op, op) for op in reversed(ops)):
         wanted = [i for i, v in enumerate(op.outputs) if v in needed and v not in made]
         if wanted:
             part = _of_outputs(op, wanted)
             late.append(part)
             needed.update(part.inputs)
     return early[::-1], late[::-1]
+
+
+def _holds_loop(op: Op) -> bool:
+    """Whether an op is a loop and more."""
+    calls = [*op.body.calls]
+    return len(calls) > 1 and any(of(call.primitive).runs is Runs.SCAN for call in calls)
 
 
 def _cheapest(op: Op, wanted: Sequence[int]) -> Op:
