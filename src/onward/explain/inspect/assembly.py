@@ -19,7 +19,15 @@ from onward.core.structure import Signature, Static, Structure
 from onward.core.words import Kind, Placement
 from onward.define.arguments import Leaf, Specification
 from onward.explain.inspect.call import CalledStep
-from onward.explain.inspect.carried import Pair, carried, expect_carried, expect_sure, next_values, without
+from onward.explain.inspect.carried import (
+    Pair,
+    carried,
+    expect_carried,
+    expect_same_types,
+    expect_sure,
+    next_values,
+    without,
+)
 from onward.explain.inspect.flow import Provenance
 from onward.explain.inspect.loops import differentiated, ops_of, roles_of
 from onward.explain.inspect.naming import named
@@ -100,7 +108,9 @@ def _pairs(
 ) -> list[Pair]:
     """The results with the arguments that they replace, or an error that asks."""
     arguments, known = [*given.parts()], given.named(told, call)
-    pairs = carried(arguments, [*parts_of(returned, None)], flow, known)
+    results = [*parts_of(returned, None)]
+    pairs = carried(arguments, results, flow, known)
+    expect_same_types(pairs, arguments, results, flow, call.title, known)
     if known is None:
         expect_sure(pairs, arguments, flow, call.title, call.names)
     else:

@@ -88,6 +88,57 @@ def expect_sure(
         )
 
 
+def expect_same_types(
+    pairs: Sequence[Pair],
+    arguments: Iterable[TreePart],
+    results: Iterable[TreePart],
+    flow: Provenance,
+    title: str,
+    told: Collection[Variable] | None = None,
+) -> None:
+    """Raise ``ArgumentError`` for a result that would replace an argument, were it not of another dtype."""
+    news, olds = [new for new, _ in pairs], [old for _, old in pairs]
+    given = [o for o in arguments if not any(_overlap(o, old) for old in olds)]
+    for new in results:
+        if any(_overlap(new, other) for other in news):
+            continue
+        for old in given:
+            if told is not None and not set(old.variables) <= set(told):
+                continue
+            if not _is_retyped(new, old) or flow.share(new, old, told is not None) < 0:
+                continue
+            if _stands_as(new, old, news, olds) or flow.updates(new, old):
+                raise ArgumentError(_retyped(new, old, title))
+
+
+def _is_retyped(new: TreePart, old: TreePart) -> bool:
+    """Whether a part has the containers and shapes of another, and other dtypes."""
+    if new.treedef != old.treedef or len(new.variables) != len(old.variables) or new.form == old.form:
+        return False
+    return all(n.shape == o.shape for n, o in zip(new.variables, old.variables, strict=True))
+
+
+def _stands_as(new: TreePart, old: TreePart, news: Sequence[TreePart], olds: Sequence[TreePart]) -> bool:
+    """Whether both are containers, or stand in the same place of containers that are carried on else."""
+    if not jax.tree_util.treedef_is_leaf(new.treedef):
+        return True
+    if new.around is None or old.around is None:
+        return False
+    (begin, end), (first, last) = new.around, old.around
+    is_same = end - begin == last - first and new.start - begin == old.start - first
+    return is_same and new.is_accompanied(news) and old.is_accompanied(olds)
+
+
+def _retyped(new: TreePart, old: TreePart, title: str) -> str:
+    pairs = zip(new.variables, old.variables, strict=True)
+    n, o = next((n, o) for n, o in pairs if n.dtype != o.dtype)
+    return (
+        f"{title} is given {o.name!r} as {o.type}, and returns its next value as {n.type}, so that the next "
+        f"step would be another function. Begin with jnp.asarray(..., {str(n.dtype)!r}), or return it as it "
+        f"came: .astype({str(o.dtype)!r})."
+    )
+
+
 def expect_carried(pairs: Sequence[Pair], told: Iterable[Variable], title: str) -> None:
     """Raise ``ArgumentError`` for what a person says is carried on, and no result replaces."""
     replaced = {v for _, old in pairs for v in old.variables}
@@ -161,14 +212,15 @@ def without(structure: Structure, pairs: Sequence[Pair]) -> Structure:
         part = TreePart(treedef, leaves, 0, start)
         if leaves and any(part.within(other) for other in gone):
             return None
-        kind, keys = treedef.node_data() or (None, None)
-        if kind not in (tuple, list, dict):
-            return treedef.unflatten(leaves)
+        whole = treedef.unflatten(leaves)
+        if jax.tree_util.treedef_is_leaf(treedef):
+            return whole
         children = []
         for child in treedef.children():
             children.append(left(child, start))
             start += child.num_leaves
-        return dict(zip(keys or (), children, strict=True)) if kind is dict else kind(children)
+        supply = iter(children)
+        return jax.tree.map(lambda _: next(supply), whole, is_leaf=lambda x: x is not whole)
 
     leaves, treedef = jax.tree.flatten(left(structure.treedef, 0))
     return Structure(treedef, tuple(leaves))

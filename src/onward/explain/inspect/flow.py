@@ -105,6 +105,11 @@ class Provenance:
         surely = told or not jax.tree_util.treedef_is_leaf(new.treedef) or new.place == old.place
         return 0 if surely or is_key(old.variables[0]) else -1
 
+    def updates(self, new: TreePart, old: TreePart) -> bool:
+        """Whether the update makes arrays of a part from those of another, numbers aside."""
+        pairs = zip(new.variables, old.variables, strict=True)
+        return any(n.shape and self.is_updated(n, o) for n, o in pairs)
+
     def reads(self, part: TreePart, other: TreePart) -> bool:
         """Whether a part is computed from what the ops make in another."""
         wanted = {v for v in other.variables if v in self.makers}
