@@ -50,6 +50,11 @@ class Variable:
         return holds_keys(self.dtype)
 
     @property
+    def may_be_key(self) -> bool:
+        """Whether it holds typed random keys, or is built as a raw one: two numbers in uint32."""
+        return self.is_key or (self.dtype == np.uint32 and self.shape == (2,))
+
+    @property
     def ndim(self) -> int:
         """How many axes it has."""
         return len(self.shape)

@@ -21,6 +21,7 @@ from onward.core.program import Program, Variable
 from onward.core.structure import path_name
 from onward.core.walk import find, name_of
 from onward.execute.feeds import data_names, unshared
+from onward.execute.loop.history import expect_metrics
 from onward.execute.loop.interrupt import uninterrupted
 from onward.execute.loop.reader import LoopReader
 from onward.execute.out import Out
@@ -119,13 +120,15 @@ class Evaluator(NotPickled, Pointing):
 
         Args:
             reader: any iterable of batches, or a callable that returns one; a batch is a tuple of arrays in
-                the order of the declarations, or a dict by name.
+                the order of the declarations, or a dict by name. Examples are the first axis of all of them,
+                but of what each batch brings whole, as the matrix of a graph. Empty batches are left out.
 
         Raises:
             ArgumentError: an empty reader, one of the wrong structure, or without what the numbers need.
 
         Warns:
-            UserWarning: a number that no batch tells its part of, such as a median: the mean is given.
+            UserWarning: a number that no batch tells its part of, such as a median: the mean is given; or
+                data that is not as long as the first array, and differs from batch to batch.
 
         Example:
             >>> import jax.numpy as jnp, numpy as np, onward as ow
@@ -149,6 +152,9 @@ class Evaluator(NotPickled, Pointing):
             if not numbers.parts.results or fed.keys() != names:
                 raise ArgumentError(_no_number(self.model.test_program.name, self._names, fed))
             given, rows, twice = numbers.reader.given(fed)
+            if not rows:
+                continue
+            numbers.look(fed)
             if twice or numbers.reader.is_alike(rows):
                 out = self._over_reader(numbers.reader, names)(self.model.together, given)
                 numbers.add(rows, twice, {v.name: out[v] for v in numbers.parts.program.outputs})
@@ -297,8 +303,26 @@ def _numbers(loss: Variable | None, signature: Any) -> dict[str, Variable]:
     """The loss, and every number that is returned beside it, by name."""
     found = {} if loss is None else {"loss": loss}
     if signature is not None and signature.has_aux:
-        found |= {path or "aux": v for path, v in _aux(signature) if v.shape == ()}
+        beside = {path or "aux": v for path, v in _aux(signature) if v.shape == ()}
+        if loss is not None and beside.get("loss", loss) is not loss:
+            raise ArgumentError(
+                "A number that is returned beside the loss is named 'loss', and is another one. Give it "
+                "another name, such as 'cross_entropy'."
+            )
+        found |= beside
     return found
+
+
+def expect_names(program: Program, is_tested: bool) -> None:
+    """Raise ``ArgumentError`` where a number of a step would stand in the place of another in its history."""
+    names = _numbers(program.loss, program.signature)
+    expect_metrics(names)
+    if is_tested and (twice := names.keys() & {f"test_{name}" for name in names}):
+        name = min(twice)
+        raise ArgumentError(
+            f"A number that {program.name} returns is named {name!r}, as that of the test of "
+            f"{name.removeprefix('test_')!r} is. Give it another name."
+        )
 
 
 def _aux(signature: Any) -> list[tuple[str, Variable]]:

@@ -11,11 +11,12 @@ import jax
 import numpy as np
 
 from onward.core.compiler import compiled_alone
-from onward.core.errors import OnwardError
+from onward.core.errors import ArgumentError, OnwardError
 from onward.core.lower import lower
 from onward.core.program import Program, Variable
 from onward.core.source import user_level
-from onward.develop.over_batch.from_parts import Results, from_parts
+from onward.core.walk import producers
+from onward.develop.over_batch.from_parts import FromParts, Results, from_parts
 from onward.develop.over_batch.known import Follows, How
 from onward.execute.feeds import data_names
 from onward.execute.processes import of_processes
@@ -37,9 +38,9 @@ class OfReader:
 
         A single one is laid beside itself where JAX leaves out ops for one.
         """
-        arrays = self._arrays(fed)
-        rows = next((np.shape(x)[0] for name, x in arrays if name in self.parts.split), 0)
-        rows = rows or next((np.shape(x)[0] for _, x in arrays if np.shape(x)), 1)
+        arrays = self.arrays(fed)
+        held = [np.shape(x)[0] for name, x in arrays if name in self.parts.split]
+        rows = next(iter(held or (np.shape(x)[0] for _, x in arrays if np.shape(x))), 1)
         if rows == 1 and not self.is_alike(1):
             return self._twice(fed), rows, True
         return fed, rows, False
@@ -65,7 +66,8 @@ class OfReader:
         assert program.signature is not None
         return dict(zip(data_names(program), program.signature.data, strict=True))
 
-    def _arrays(self, fed: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    def arrays(self, fed: Mapping[str, Any]) -> list[tuple[str, Any]]:
+        """The arrays of a batch by the names of their Variables."""
         known = self._structures()
         given = [(known[name].variables, jax.tree.leaves(x)) for name, x in fed.items() if name in known]
         return [(v.name, x) for variables, xs in given for v, x in zip(variables, xs, strict=False)]
@@ -111,7 +113,21 @@ class ReaderNumbers:
         self.rows = self.batches = self.other = 0
         self.plain: dict[str, Any] = defaultdict(float)
         self.total: dict[Variable, Any] = {}
+        self._whole: dict[str, Any] = {}  # what each batch brings whole
+        self._differing: dict[str, None] = {}
         self._waiting: tuple[int, bool, Mapping[str, Any]] | None = None
+
+    def look(self, fed: Mapping[str, Any]) -> None:
+        """Note what of a batch holds no examples, and is another one than before."""
+        if not self.parts.split:
+            return
+        known = {v.name: v for v in self.parts.part.inputs}
+        for name, x in self.reader.arrays(fed):
+            if name in self.parts.split or name not in known or not np.ndim(x) or known[name].may_be_key:
+                continue
+            first = self._whole.setdefault(name, x)
+            if first is not x and name not in self._differing and not np.array_equal(first, x):
+                self._differing[name] = None
 
     def add(self, rows: int, twice: bool, values: Mapping[str, Any]) -> None:
         """Count a batch of so many examples; its values are read once the next one is on its way."""
@@ -127,6 +143,8 @@ class ReaderNumbers:
         size = 2 * rows if twice else rows
         for v, follows in self.parts.found.items():
             x = np.asarray(values[v.name], np.float64)
+            if np.shape(self.total.get(v, x)) != x.shape:
+                raise ArgumentError(_other_shape(self.parts, v, x))
             if follows.kind in _EXTREMES:
                 have = [x, self.total[v]] if v in self.total else [x]
                 self.total[v] = _EXTREMES[follows.kind](have, 0)
@@ -152,6 +170,8 @@ class ReaderNumbers:
         """
         self._settle()
         rows, batches, *plain = _sums([self.rows, self.batches, *self.plain.values()])
+        if not rows:
+            raise ArgumentError(f"{self.parts.part.name}: the reader has no example: all batches are empty.")
         means = {name: x / rows for name, x in zip(self.plain, plain, strict=True)}
         self.other = int(of_processes([self.other]).max())
         rest = None if self.other or batches == 1 else self._rest(int(rows))
@@ -181,6 +201,14 @@ class ReaderNumbers:
 
     def _warn(self) -> None:
         name = self.parts.part.name
+        for data in self._differing:
+            v, leader = self.parts.part[data], self.parts.part[self.parts.split[0]]
+            warnings.warn(
+                f"{name}: {data!r} ({v.type}) is not as long as {leader.name!r} ({leader.type}), so that it "
+                "counts as no examples, and it differs from batch to batch. Examples are the first axis of "
+                "all data: put them there, such as x.swapaxes(0, 1).",
+                stacklevel=user_level(),
+            )
         if self.other:
             warnings.warn(
                 f"{name}: for a batch of {self.other} examples the function builds another graph than for "
@@ -195,6 +223,17 @@ class ReaderNumbers:
                 "sums and counts; or test on one batch.",
                 stacklevel=user_level(),
             )
+
+
+def _other_shape(parts: FromParts, v: Variable, x: Any) -> str:
+    maker = producers(parts.part).get(v)
+    made = f"{maker.type!r}{maker.at}" if maker else repr(v.name)
+    split = " and ".join(map(repr, parts.split)) or "data"
+    return (
+        f"{parts.part.name}: {made} gives {v.type} of one batch and {x.shape} of another, and the numbers of "
+        f"all examples are made of it. Examples are the first axis of {split}: put them there, such as "
+        "x.swapaxes(0, 1), and let every batch be as long along other axes."
+    )
 
 
 def _sums(values: list[Any]) -> list[float]:

@@ -21,7 +21,6 @@ from onward.develop.guard import is_guarded
 from onward.execute.feeds import unshared
 from onward.execute.fingerprints import differences, of_reader
 from onward.execute.loop.events import Event, EventKind, StopTraining
-from onward.execute.loop.history import expect_metrics
 from onward.execute.loop.interrupt import Interruptible, Terminated
 from onward.execute.loop.prefetch import prefetched
 from onward.execute.loop.reader import LoopReader
@@ -29,7 +28,7 @@ from onward.execute.out import Out
 from onward.execute.peers.deadline import deadline_of
 from onward.execute.processes import place_among_processes
 from onward.execute.restore import say
-from onward.fit.evaluator import as_feed, batch_size, metrics_of
+from onward.fit.evaluator import as_feed, batch_size, expect_names, metrics_of
 from onward.fit.finite import check_numbers
 from onward.fit.progress import Progress
 from onward.fit.telling import Telling
@@ -66,6 +65,7 @@ class Training:
         self.trainer, self.reading, self.test = trainer, LoopReader(reader), test
         self.telling, self.prefetch, self.check = Telling(callbacks, trainer.telling), prefetch, check
         self.guarded = is_guarded(trainer.program)
+        expect_names(trainer.program, test is not None)
         if not isinstance(epochs, int) or isinstance(epochs, bool) or epochs < 0:
             raise ArgumentError(f"epochs is {describe(epochs)}; expected a whole number, at least 0.")
         self.saved = trainer.step if trainer.standing.resumed else -1
@@ -254,7 +254,6 @@ class Training:
             trainer.standing.position = self._ahead.pop(trainer.batch)
             trainer.standing.batch += 1
         trainer.standing.metrics = metrics_of(out)
-        expect_metrics(trainer.standing.metrics)
         trainer.history.record(step=trainer.step, epoch=trainer.epoch, **trainer.standing.metrics)
         trainer.history.watched.record(out.watched, step=trainer.step, epoch=trainer.epoch)
         if "loss" in trainer.standing.metrics:

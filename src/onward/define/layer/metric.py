@@ -66,11 +66,11 @@ def auc(scores: Any, labels: Any, *, weights: Any = None, name: str | None = Non
     """How likely a positive example has a higher score than a negative one; equal scores count half.
 
     The area under the ROC curve, exactly, over the whole batch: several devices that hold a part of it each
-    gather it. It is NaN unless there are both.
+    gather it. It is NaN unless there are both, or where a score is.
 
     Args:
         scores: [n] or [n, 1].
-        labels: of the same shape: 0 or 1.
+        labels: of the same shape: positive above 0, as 1 is of 0 and 1, or of -1 and 1.
         weights: how much each example counts, [n]: a pair counts the product of its two.
         name: as for every layer.
 
@@ -94,10 +94,14 @@ def auc(scores: Any, labels: Any, *, weights: Any = None, name: str | None = Non
             f"auc at {user_line()} was given scores of shape {list(scores.shape)}; expected one for each "
             "example, [n]: take scores[:, 1] of two classes."
         )
-    positive = precise(labels).ravel()
+    positive = precise(labels > 0).ravel()
     w = 1.0 if weights is None else checked_weights("auc", weights, scores).ravel()
     s, positive, negative = _gathered((scores.ravel(), w * positive, w * (1 - positive)))
-    return jnp.sum(positive * (_share_below(s, negative) - 0.5)) / jnp.sum(positive) + 0.5
+    order = jnp.argsort(s)
+    s, positive, negative = s[order], positive[order], negative[order]
+    found = jnp.sum(positive * (_share_below(s, negative) - 0.5)) / jnp.sum(positive) + 0.5
+    is_unknown = jnp.any(jnp.isnan(s) & (positive + negative > 0))
+    return jnp.where(is_unknown, jnp.nan, found)
 
 
 @layer
@@ -122,11 +126,15 @@ def perplexity(mean_cross_entropy: Any, *, name: str | None = None) -> jax.Array
 
 
 def _share_below(scores: Any, weights: Any) -> Any:
-    """Which share of all weights lies at lower scores than each; what lies at the same counts half."""
-    order = jnp.argsort(scores)
-    ordered, sums = scores[order], jnp.pad(jnp.cumsum(weights[order]), (1, 0))
-    below, up_to = (jnp.searchsorted(ordered, scores, side=side) for side in ("left", "right"))
-    return (sums[below] + sums[up_to]) / (2 * sums[-1])
+    """Which share of all weights lies at lower scores than each, in ascending order.
+
+    What lies at the same score counts half: the sums where a run of equal scores begins, and where it ends.
+    """
+    sums, steps = jnp.cumsum(weights), scores[1:] != scores[:-1]
+    begins, ends = jnp.pad(steps, (1, 0), constant_values=True), jnp.pad(steps, (0, 1), constant_values=True)
+    below = lax.cummax(jnp.where(begins, sums - weights, 0))
+    up_to = lax.cummin(jnp.where(ends, sums, jnp.inf), reverse=True)
+    return (below + up_to) / (2 * sums[-1])
 
 
 def _gathered(arrays: Any) -> Any:

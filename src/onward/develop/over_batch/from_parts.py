@@ -52,9 +52,10 @@ class FromParts:
         results: Mapping[str, Variable],
         whole: Program | None = None,
         following: Following | None = None,
+        why: str = "",
     ) -> None:
         self.part, self.rows, self.split, self.results = part, rows, split, results
-        self.apart: dict[str, str] = {}
+        self.apart: dict[str, str] = dict.fromkeys(results, why) if why else {}
         self.found = dict.fromkeys(results.values(), _PLAIN)
         self._after, self._made = set[Op](), set[Variable]()
         if whole is not None and following is not None:
@@ -130,22 +131,46 @@ class FromParts:
 def from_parts(program: Program, results: Results) -> FromParts:
     """How results of a forward Program are put together.
 
+    Data that is as long as the batch by chance, such as the matrix of a graph, is the one array without which
+    the function takes other lengths.
+
     Args:
         program: a Program; where it cannot be built for another length, all that is known are the means.
         results: its results by name, of the Program for any length.
     """
+    known = program.recipe is not None and program.code is None  # the ops of a file are not looked into
+    split = _split(program) if known else ()
+    if not split:
+        return FromParts(program, 1, (), results(program))
+    found = [(split, two)] if (two := _two_lengths(program, split)) else _but_one(program, split)
+    if len(found) != 1:
+        lengths = " and ".join(map(repr, split))
+        why = f"the function takes no other length of {lengths} than {program[split[0]].shape[0]}"
+        return FromParts(program, 1, (), results(program), why=why)
+    ((split, (part, whole)),) = found
+    following = follow(whole, part, 2, split, _can_have, in_turn=True)
+    if following is None:
+        why = "for twice as many examples the function builds another graph"
+        return FromParts(program, 1, (), results(program), why=why)
+    return FromParts(part, part[split[0]].shape[0], split, results(part), whole, following)
+
+
+_TwoLengths = tuple[Program, Program]
+
+
+def _two_lengths(program: Program, split: tuple[str, ...]) -> _TwoLengths | None:
+    """The Program for a part, and for twice as many examples; None where there is none for so many."""
+    rows = max(2, program[split[0]].shape[0])
     try:
-        known = program.recipe is not None and program.code is None  # the ops of a file are not looked into
-        split = _split(program) if known else ()
-        if split:
-            rows = max(2, program[split[0]].shape[0])
-            part, whole = (_of_length(program, split, n) for n in (rows, 2 * rows))
-            following = follow(whole, part, 2, split, _can_have, in_turn=True)
-            if following is not None:
-                return FromParts(part, rows, split, results(part), whole, following)
-    except OnwardError:  # the function takes this length alone
-        pass
-    return FromParts(program, 1, (), results(program))
+        return _of_length(program, split, rows), _of_length(program, split, 2 * rows)
+    except OnwardError:
+        return None
+
+
+def _but_one(program: Program, split: tuple[str, ...]) -> list[tuple[tuple[str, ...], _TwoLengths]]:
+    """The data without one array of it with which the function takes other lengths."""
+    others = (split[:i] + split[i + 1 :] for i in range(len(split))) if len(split) > 1 else ()
+    return [(names, two) for names in others if (two := _two_lengths(program, names))]
 
 
 def _split(program: Program) -> tuple[str, ...]:

@@ -21,7 +21,6 @@ from onward.derive.update.foreign import ForeignUpdate
 from onward.explain.inspect.assembly import Given, in_place, leaves_of, signature_of
 from onward.explain.inspect.call import CalledStep
 from onward.explain.inspect.carried import Pair, next_values, without
-from onward.explain.inspect.flow import is_key
 from onward.explain.inspect.parts import TreePart
 from onward.explain.inspect.tracing import TracedStep
 
@@ -106,7 +105,7 @@ class _Cutting:
         behind, told, needed = set(self.gradients), {self.loss}, {self.loss}
         carried = _needed_for(ops, self.following.values())
         moved = {v for v in self.given.data(self.places) if v.shape}
-        moved |= {v for v in self.given.state(self.places) if is_key(v)}
+        moved |= {v for v in self.given.state(self.places) if v.may_be_key}
         for op in ops:
             if not told.isdisjoint(op.inputs):
                 told.update(op.outputs)

@@ -57,10 +57,17 @@ class AdoptedStep:
         return frozenset(argument.place for _, argument in self.pairs)
 
     def trace(self, data: tuple[Any, ...]) -> Program:
-        """The forward Program: the loss, what the update reads beside it, and the state it replaces."""
+        """The forward Program: the loss, what the update reads beside it, and the state it replaces.
+
+        Where nothing is trained, nothing is carried on, and what nothing reads is left out.
+        """
         found = self._cut(data)
         origin = replace(self, asks_training=found.asks_training)
-        return replace(found.forward, recipe=Recipe(origin, found.forward.ops))
+        program = replace(found.forward, recipe=Recipe(origin, found.forward.ops))
+        if self.training:
+            return program
+        read = {v for op in program.ops for v in op.inputs} | set(program.outputs)
+        return replace(program, state=tuple(v for v in program.state if v in read), next_state={})
 
     def trained(self, data: tuple[Any, ...]) -> tuple[str, ...]:
         """The names of what the loss is differentiated for, and depends on."""
@@ -71,11 +78,8 @@ class AdoptedStep:
         return self._cut(data).update
 
     def for_test(self) -> Program:
-        """The forward Program as it is when nothing is trained, which carries nothing on."""
-        test = replace(self, training=False, cuts={})
-        program = test.trace(self.types)
-        read = {v for op in program.ops for v in op.inputs} | set(program.outputs)
-        return replace(program, state=tuple(v for v in program.state if v in read), next_state={})
+        """The forward Program as it is when nothing is trained."""
+        return replace(self, training=False, cuts={}).trace(self.types)
 
     @property
     def types(self) -> tuple[Any, ...]:

@@ -82,7 +82,7 @@ class Provenance:
         changed = [(n, o) for n, o in zip(new.variables, old.variables, strict=True) if n is not o]
         if new.is_numbers or not changed or any(self.is_updated(n, o) for n, o in changed):
             return False
-        return any(o in self.looked_at and not is_key(o) for _, o in changed)
+        return any(o in self.looked_at and not o.may_be_key for _, o in changed)
 
     def share(self, new: TreePart, old: TreePart, told: bool = False) -> int:
         """How many arrays of a part the update makes from those of another; -1 if it does not replace it.
@@ -103,7 +103,7 @@ class Provenance:
         if gradients or not any(self.is_kept(n, o) for n, o in changed):
             return -1
         surely = told or not jax.tree_util.treedef_is_leaf(new.treedef) or new.place == old.place
-        return 0 if surely or is_key(old.variables[0]) else -1
+        return 0 if surely or old.variables[0].may_be_key else -1
 
     def updates(self, new: TreePart, old: TreePart) -> bool:
         """Whether the update makes arrays of a part from those of another, numbers aside."""
@@ -164,8 +164,3 @@ def _counts_on(row: Primitive) -> bool:
     """Whether a number that it makes is one of those it reads, or a sum of them."""
     chosen = row.chooses or row.runs is Runs.BRANCH
     return chosen or row.keeps_order or row.linear is Linear.TOGETHER
-
-
-def is_key(v: Variable) -> bool:
-    """Whether it is a random key."""
-    return v.is_key or (v.dtype == np.uint32 and v.shape == (2,))
