@@ -551,8 +551,20 @@ def test_auc_is_that_of_sklearn(seed, digits):
     np.testing.assert_allclose(AUC(scores[:, None], labels[:, None].astype(int)), expected, rtol=1e-5)
 
 
-def test_auc_of_one_kind_alone_is_nan():
+@pytest.mark.parametrize("negative", [0, -1])
+def test_auc_of_signs_and_of_runs_of_equal_scores(negative):
+    scores, labels = np.array([3, 1, 1, 2, 1, 3, 3.0]), np.array([1, 1, 0, 0, 1, 1, 0])
+    weights = np.array([1, 2, 0.5, 1, 0, 3, 1])
+    expected = roc_auc_score(labels, scores, sample_weight=weights)
+    found = AUC(scores, np.where(labels, 1, negative), weights=weights)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_auc_of_one_kind_alone_or_without_a_number_is_nan():
     assert np.isnan(AUC(np.arange(3.0), np.ones(3)))
+    scores, labels = np.array([1, 0, np.nan, -np.inf]), np.array([1, 0, 1, 0])
+    assert np.isnan(AUC(scores, labels))
+    assert AUC(scores, labels, weights=np.array([1, 1, 0, 1.0])) == 1.0
 
 
 @pytest.mark.parametrize("k", [1, 2, 4])

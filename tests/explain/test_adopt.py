@@ -1,10 +1,11 @@
 """Steps of other libraries, adopted: every transform of them trains as the step does in plain JAX."""
 
+from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import flax.linen as nn
@@ -15,6 +16,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.core import freeze
 from flax.training.train_state import TrainState
 from jax import grad, value_and_grad
 from tests.explain.adopted_programs import PUBLISHED, drawn
@@ -289,6 +291,146 @@ def test_as_a_decorator_it_is_called_as_before(name):
     for x, y in zip(numbers(mine), numbers(theirs), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
     assert step.__name__ == "step"
+
+
+class Result(NamedTuple):
+    params: Any
+    opt_state: Any
+    loss: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class Named:
+    opt_state: Any
+    metrics: dict[str, Any]
+    params: Any
+
+
+def in_order(params, opt_state, loss):
+    return OrderedDict(loss=loss, params=params, opt_state=opt_state)
+
+
+class Module(eqx.Module):
+    loss: Any
+    state: Result
+
+
+RETURNED = {
+    "named tuple": Result,
+    "dataclass": lambda p, o, loss: Named(o, {"loss": loss, "twice": 2 * loss}, p),
+    "ordered": in_order,
+    "module": lambda p, o, loss: Module(loss, Result(p, o, loss**2)),
+    "frozen": lambda p, o, loss: freeze({"loss": loss, "next": {"params": p, "opt_state": o}}),
+}
+
+
+@pytest.mark.parametrize("kind", RETURNED)
+def test_what_is_returned_in_any_container_keeps_its_place(kind):
+    optimizer, build = optax.adam(0.1), RETURNED[kind]
+
+    def step(params, opt_state, x, y):
+        loss, grads = jax.value_and_grad(mean_loss)(params, x, y)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return build(optax.apply_updates(params, updates), opt_state, loss)
+
+    state = PARAMS, optimizer.init(PARAMS)
+    expected = step(*state, X, Y)
+    found = ow.adopt(jax.jit(step))(*state, X, Y)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+    program = ow.adopt(step, *state, X, Y)
+    compiled = ow.compile(program)
+    out = compiled(compiled.init(state), X, Y)[1]
+    assert len(jax.tree.leaves(out.value)) == len(jax.tree.leaves(build(None, None, 1.0)))
+    assert all(x.shape == () for x in jax.tree.leaves(out.value))
+
+
+def averaged_wide(state, x):
+    """A copy of the parameters in bfloat16, which is averaged in float32."""
+    loss, grad = jax.value_and_grad(lambda w: jnp.mean((x @ w.astype(jnp.float32)) ** 2))(state["w"])
+    w = state["w"] - (0.1 * grad).astype(jnp.bfloat16)
+    return {
+        "w": w,
+        "average": 0.9 * state["average"] + 0.1 * w.astype(jnp.float32),
+        "n": state["n"] + 1,
+    }, loss
+
+
+def wider(w, x):
+    return w - jnp.float32(0.1) * jax.grad(lambda w: jnp.mean((x @ w.astype(jnp.float32)) ** 2))(w)
+
+
+def mean_in_float32(state, x):
+    """Statistics of the forward pass, begun in float16."""
+    loss, grad = jax.value_and_grad(loss_of)(state["w"], x)
+    statistics = {"mean": 0.9 * state["statistics"]["mean"] + 0.1 * x.mean(0)}
+    return {"w": state["w"] - grad, "statistics": statistics}, loss
+
+
+HALF = jnp.ones(4, jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("step", "state", "words"),
+    [
+        (
+            averaged_wide,
+            {"w": HALF, "average": HALF, "n": 0},
+            r"'state/average' as bfloat16\[4\], .* as float32\[4\]",
+        ),
+        (wider, HALF, r"'w' as bfloat16\[4\], and returns its next value as float32\[4\].*'float32'"),
+        (
+            mean_in_float32,
+            {"w": jnp.ones(4), "statistics": {"mean": jnp.zeros(4, "float16")}},
+            r"'state/statistics/mean' as float16\[4\], .*astype\('float16'\)",
+        ),
+    ],
+)
+def test_state_that_comes_back_in_another_dtype_is_told(step, state, words):
+    for call in (lambda: ow.adopt(step, state, X), lambda: ow.adopt(step)(state, X)):
+        with pytest.raises(ow.ArgumentError, match=words):
+            call()
+
+
+def test_results_of_another_dtype_that_replace_nothing():
+    def step(w, x, rate):
+        grad = jax.grad(loss_of)(w, x)
+        return w - rate * grad, {
+            "gradient": grad.astype(jnp.bfloat16),
+            "x": x.astype(jnp.float16),
+            "n": rate > 1,
+        }
+
+    program = ow.adopt(step, jnp.ones(4), X, 0.1)
+    assert [v.name for v in program.state] == ["w"]
+
+
+def test_the_test_program_takes_batches_of_any_length():
+    program = adopted("with_optax")
+    params = case("with_optax").state[0]
+    for test in (ow.for_test(program), ow.for_test(ow.accumulate(program, 2))):
+        step = ow.compile(test)
+        state = step.init(case("with_optax").state)
+        for rows in (3, 8):
+            loss = step(state, X[:rows], Y[:rows])[1].loss
+            np.testing.assert_allclose(loss, mean_loss(params, X[:rows], Y[:rows]), rtol=1e-5)
+
+
+def test_a_raw_key_that_nothing_draws_with_is_no_batch():
+    def step(params, rng, x, y):
+        loss, grads = jax.value_and_grad(mean_loss)(params, x, y)
+        return sgd(params, grads), loss, rng
+
+    key = jax.random.PRNGKey(0)
+    expected = step(PARAMS, key, X, Y)[0]
+    program = ow.adopt(step, PARAMS, key, X, Y, carried=["params"])
+    for parts in (ow.accumulate(program, 4), ow.replicate(program, 2)):
+        compiled = ow.compile(parts)
+        state = compiled(compiled.init(PARAMS), key, X, Y)[0]
+        for mine, theirs in zip(jax.tree.leaves(state.parameters), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-5)
 
 
 def test_as_a_decorator_it_reuses_what_the_step_donates_and_looks_at_numbers():

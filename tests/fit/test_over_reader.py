@@ -179,3 +179,80 @@ def test_a_large_count_is_exact():
     for rows in (13, 26):  # 3 / 5 * 5 * 13 / 13 / 3 * 33,333 is not a whole number in float64
         found = over_reader(network, 5, np.full((rows, 3), 33_333, "float32"))
         assert (found["0"], found["1"]) == (33_333 * rows, 33_333 * rows)
+
+
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize("sizes", [(4, 4, 2), (2, 2, 2, 4), (4, 1, 5)])
+def test_a_matrix_that_is_as_long_as_a_batch_is_no_batch(sizes, place):
+    matrix = np.diag(np.arange(1, 5, dtype="float32"))
+    wide = RNG.normal(size=(N, 4)).astype("float32")
+
+    def network(w, *data):
+        x, mask, matrix = (*data[:place], *data[place + 1 :], data[place])
+        e = jnp.sum((x @ matrix @ w) ** 2, 1)
+        return jnp.sum(mask * e) / jnp.sum(mask), {"count": jnp.sum(mask), "root": jnp.sqrt(jnp.mean(e))}
+
+    def batch(begin, end):
+        data = [wide[begin:end], MASK[begin:end]]
+        return (*data[:place], matrix, *data[place:])
+
+    w = np.ones((4, 2), "float32")
+    model = ow.Model(ow.trace(network, w, *batch(0, 4), has_aux=True), w)
+    ends = np.cumsum(sizes).tolist()
+    found = ow.Evaluator(model).test([batch(end - size, end) for size, end in zip(sizes, ends, strict=True)])
+    loss, told = network(w, *batch(0, N))
+    for name, value in {"loss": loss, **told}.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (lambda w, x: jnp.sum((x.reshape(3, 3) @ w) ** 2), "takes no other length of 'x' than 3"),
+        (lambda w, x: jnp.sum((x if len(x) < 5 else jnp.sin(x)) @ w), "for twice as many .* another graph"),
+    ],
+)
+def test_of_a_function_of_one_length_the_means_are_given_and_warned_of(function, why):
+    model = ow.Model(ow.trace(function, W, X[:3]), W)
+    with pytest.warns(UserWarning, match=f"'loss' of a reader cannot be told .*: .*{why}"):
+        found = ow.Evaluator(model).test([X[:3], X[3:6]])
+    np.testing.assert_allclose(found["loss"], (function(W, X[:3]) + function(W, X[3:6])) / 2, rtol=1e-5)
+
+
+def over_time(w, x, label):
+    """The first axis is time, as recurrent networks of other libraries have it."""
+    return errors_of(w, x.sum(0), label).mean()
+
+
+def test_labels_that_are_no_examples_for_their_data_are_told():
+    x = RNG.normal(size=(2, 8, 3)).astype("float32")
+    model = ow.Model(ow.trace(over_time, W, x[:, :4], LABEL[:4]), W)
+    with pytest.warns(UserWarning, match=r"'label' \(int32\[4\]\) is not as long as 'x' .* first axis"):
+        ow.Evaluator(model).test([(x[:, :4], LABEL[:4]), (x[:, 4:], LABEL[4:8])])
+    with pytest.raises(
+        ow.ArgumentError, match=r"float32\[4,3\] of one batch and \(2, 3\) .* first axis of 'x'"
+    ):
+        ow.Evaluator(model).test([(x[:, :4], LABEL[:4]), (x[:, 4:6], LABEL[4:6])])
+
+
+def test_a_key_or_a_table_of_each_batch_is_not_warned_of():
+    def network(w, x, key, table):
+        return jnp.mean((x @ w) ** 2) * jnp.sum(table) + 0 * jax.random.uniform(key)
+
+    table = np.arange(5, dtype="float32")
+    model = ow.Model(ow.trace(network, W, X[:4], jax.random.key(0), table), W)
+    batches = [(X[i : i + 4], jax.random.key(i), table.copy()) for i in (0, 4)]
+    found = ow.Evaluator(model).test(batches)
+    np.testing.assert_allclose(found["loss"], network(W, X[:8], jax.random.key(0), table), rtol=1e-5)
+
+
+def test_empty_batches_are_left_out():
+    def network(w, x):
+        return jnp.mean((x @ w) ** 2), jnp.max(x)
+
+    model = ow.Model(ow.trace(network, W, X, has_aux=True), W)
+    for batches in ([X[:0], X], [X[:6], X[:0], X[6:]], [X, X[:0]]):
+        found = ow.Evaluator(model).test(batches)
+        np.testing.assert_allclose([found["loss"], found["aux"]], network(W, X), rtol=1e-5)
+    with pytest.raises(ow.ArgumentError, match="the reader has no example: all batches are empty"):
+        ow.Evaluator(model).test([X[:0], X[:0]])

@@ -201,6 +201,35 @@ def test_a_metric_is_not_named_as_what_every_record_counts():
         trainer.train([x], epochs=1)
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("loss", "is named 'loss', and is another one"),
+        ("test_loss", "is named 'test_loss', as that of the test"),
+    ],
+)
+def test_a_metric_does_not_take_the_name_of_the_loss(name, words):
+    def named(w, x):
+        return jnp.mean(x @ w), {name: jnp.sum(x)}
+
+    x = jnp.ones((2, 1))
+    trainer = ow.Trainer(ow.Model(ow.trace(named, x[0], x, has_aux=True), x[0]), ow.SGD(0.1))
+    with pytest.raises(ow.ArgumentError, match=words):
+        trainer.train([x], epochs=1, test=[x])
+    assert trainer.step == 0
+
+
+def test_the_loss_may_be_returned_among_the_metrics():
+    def named(w, x):
+        loss = jnp.mean(x @ w)
+        return loss, {"loss": loss, "sum": jnp.sum(x)}
+
+    x = jnp.ones((2, 1))
+    trainer = ow.Trainer(ow.Model(ow.trace(named, x[0], x, has_aux=True), x[0]), ow.SGD(0.0))
+    history = trainer.train([x], epochs=1, test=[x])
+    assert (history["loss"].tolist(), history["test_loss"].tolist()) == ([1.0], [1.0])
+
+
 def test_a_test_is_of_the_parameters_as_they_are():
     trainer = trained(test=lambda: uneven())
     last = trainer.history["test_loss"][-1]

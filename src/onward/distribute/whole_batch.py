@@ -189,6 +189,7 @@ def _said(program: Program, op: Op, why: str, devices: int) -> str:
     return (
         f"{program.name}: {op.type!r}{op.at} {why}, and each of {devices} "
         "devices sees only its own. The result differs from that of one device with the whole batch. To have "
-        "the examples of all: trace with axis_name='replicas' and use jax.lax.all_gather(x, 'replicas', "
-        "tiled=True) there. If every device's own examples are meant: replicate(..., sync_batch_norm=False)."
+        f"the examples of all: ow.partition(program, {{'data': {devices}}}, {{}}, batch='data') in place of "
+        "replicate; or trace with axis_name='replicas' and use jax.lax.all_gather(x, 'replicas', tiled=True) "
+        "there. If every device's own examples are meant: replicate(..., sync_batch_norm=False)."
     )

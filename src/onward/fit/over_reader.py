@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from onward.core.compiler import compiled_alone
@@ -39,8 +40,9 @@ class OfReader:
         A single one is laid beside itself where JAX leaves out ops for one.
         """
         arrays = self.arrays(fed)
-        held = [np.shape(x)[0] for name, x in arrays if name in self.parts.split]
-        rows = next(iter(held or (np.shape(x)[0] for _, x in arrays if np.shape(x))), 1)
+        lengths = [(name, jnp.shape(x)[0]) for name, x in arrays if jnp.shape(x)]
+        held = [rows for name, rows in lengths if name in self.parts.split]
+        rows = next(iter(held or (rows for _, rows in lengths)), 1)
         if rows == 1 and not self.is_alike(1):
             return self._twice(fed), rows, True
         return fed, rows, False
@@ -123,7 +125,7 @@ class ReaderNumbers:
             return
         known = {v.name: v for v in self.parts.part.inputs}
         for name, x in self.reader.arrays(fed):
-            if name in self.parts.split or name not in known or not np.ndim(x) or known[name].may_be_key:
+            if name in self.parts.split or name not in known or not jnp.ndim(x) or known[name].may_be_key:
                 continue
             first = self._whole.setdefault(name, x)
             if first is not x and name not in self._differing and not np.array_equal(first, x):
@@ -196,7 +198,7 @@ class ReaderNumbers:
 
     def _over_processes(self, x: Any, follows: Follows, rows: float) -> Any:
         """A value over all examples, for parts as long as the traced one."""
-        each = of_processes(np.ravel(x)).reshape(-1, *np.shape(x))
+        each = of_processes(np.ravel(x)).reshape(-1, *jnp.shape(x))
         return _EXTREMES[follows.kind](each, 0) if follows.kind in _EXTREMES else np.sum(each, 0) / rows
 
     def _warn(self) -> None:

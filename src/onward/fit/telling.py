@@ -28,14 +28,17 @@ class Telling:
     """The callbacks of one training, and what each has still to hear.
 
     Args:
-        callbacks: functions of an Event.
+        callbacks: functions of an Event, or one.
         before: that of the training which this one goes on with; what it owes to the same callbacks is owed.
 
     Raises:
         ArgumentError: a callback has only one of ``state_dict`` and ``load_state_dict``.
     """
 
-    def __init__(self, callbacks: Callbacks = (), before: Telling | None = None) -> None:
+    def __init__(
+        self, callbacks: Callbacks | Callable[[Event], Any] = (), before: Telling | None = None
+    ) -> None:
+        callbacks = [callbacks] if callable(callbacks) else [*callbacks]
         for callback in callbacks:
             _expect_both(callback)
         self.callbacks = tuple(callbacks)

@@ -164,7 +164,8 @@ def _why_nothing(program: Program, dtype: np.dtype[Any]) -> str:
     op = products[0]
     if op.subprograms:
         return _WITHIN.format(op=op.type, at=op.at)
-    return _OTHER.format(what=f"{op.type}{op.at}", dtype=op.outputs[0].dtype)
+    read = (v.dtype for v in op.inputs if v.is_float and v.dtype != np.float32)
+    return _OTHER.format(what=f"{op.type}{op.at}", dtype=next(read, op.outputs[0].dtype))
 
 
 def _held_in(dtype: str) -> str:

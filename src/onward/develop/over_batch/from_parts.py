@@ -21,7 +21,7 @@ from onward.core.check import check
 from onward.core.errors import OnwardError, RecipeError
 from onward.core.program import Op, Program, Variable
 from onward.core.recipe import rebuilt
-from onward.core.walk import ancestors, producers, prune
+from onward.core.walk import ancestors, descendants, producers, prune
 from onward.core.words import Kind
 from onward.develop.batch import WEIGHT, batch_names, data_types
 from onward.develop.over_batch.behind import behind, computed
@@ -59,7 +59,9 @@ class FromParts:
         self.found = dict.fromkeys(results.values(), _PLAIN)
         self._after, self._made = set[Op](), set[Variable]()
         if whole is not None and following is not None:
-            self._after = behind(whole, part, following, (), lambda f: f.kind not in (How.OWN, How.ROWS))
+            drawn = descendants(part, [v for v in part.variables.values() if v.is_key])
+            after = behind(whole, part, following, (), lambda f: f.kind not in (How.OWN, How.ROWS))
+            self._after = {op for op in after if drawn.isdisjoint(op.outputs)}
             self._made = {v for op in self._after for v in op.outputs}
             left = following.without(self._after)
             told = {name: _apart(part, left, v, self._made) for name, v in results.items()}

@@ -11,6 +11,7 @@ from onward.core.walk import Where, ancestors, listed, name_of, select
 from onward.core.words import UpdateType
 from onward.derive.backward import append_backward
 from onward.derive.rule import GradientRule
+from onward.derive.update.foreign import append_foreign_update
 from onward.derive.update.groups import OptimizerRule, Routing
 from onward.derive.update.precision import is_low
 from onward.derive.update.update import append_update, optimizer_of
@@ -152,6 +153,12 @@ def _place_of_backward(recipe: Recipe) -> int:
 
 def optimizer_before_guards(program: Program, recipe: Recipe) -> OptimizerRule:
     """The optimizer that made the update, which only what guards it may follow."""
+    if recipe.of(append_foreign_update):
+        raise GraphError(
+            f"Program {program.name!r} is updated by a function of its own, and servers have to know the "
+            "optimizer's rule. Let optimizer.minimize(loss, ...) make the update; ow.from_optax(optimizer) "
+            "takes one of optax."
+        )
     places = [i for i, step in enumerate(recipe.steps) if step.function is append_update]
     steps = [step.function for step in recipe.steps[max(places, default=-1) + 1 :]]
     after = [function.__name__.strip("_") for function in steps if function not in GUARDS]
