@@ -211,6 +211,16 @@ def test_state_of_which_nothing_is_known_is_named_and_a_pipeline_refuses_it():
     ow.accumulate(program, 4, is_sum=False)
 
 
+def test_state_that_reads_the_number_of_examples_in_a_way_of_its_own_is_named():
+    def loss(p: Any, s: Any, x: Any) -> Any:
+        h = made(p, x)
+        return jnp.mean(h**2), s + jnp.mean(h * np.sqrt(len(x)))
+
+    program = ow.SGD(0.1).minimize(loss, PARAMS, X, state=1.0)
+    with pytest.warns(UserWarning, match="how the state 's' of the whole batch .*is not known .*'mul' at"):
+        ow.accumulate(program, 4)
+
+
 @pytest.mark.parametrize("layout", ["alone", *LAYOUTS])
 def test_micro_batches_draw_numbers_of_their_own_with_a_count_of_steps(layout: str):
     """And an average of numbers that are drawn for no example is that of the whole batch."""
