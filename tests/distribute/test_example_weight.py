@@ -516,3 +516,16 @@ def test_rows_that_fill_up_leave_results_with_several_rows_of_each_example():
     found = filling.emptied([np.repeat(filled, 2), filled, np.arange(7)])
     for value, expected in zip(found, (np.repeat(rows, 2), rows, np.arange(7)), strict=True):
         np.testing.assert_array_equal(value, expected)
+
+
+def test_a_loss_that_reads_the_number_of_rows_in_a_way_of_its_own():
+    def loss(w, x, example_weight):
+        return jnp.mean(example_weight * (x @ w) ** 2) * np.sqrt(len(x))
+
+    x, w = np.random.default_rng(0).normal(size=(8, 3)).astype("float32"), np.ones(3, "float32")
+    weight = np.array([1, 2, 0, 0, 3, 0, 1, 5], "float32")
+    program = ow.SGD(0.1).minimize(loss, w, x, weight)
+    steps = [ow.compile(one) for one in (program, ow.replicate(program, 4))]
+    (alone, out), (state, seen) = (step(step.init(w), x, weight) for step in steps)
+    np.testing.assert_allclose(seen.loss, out.loss, rtol=1e-6)
+    np.testing.assert_allclose(state.parameters, alone.parameters, rtol=1e-5)

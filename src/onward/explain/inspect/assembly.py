@@ -110,7 +110,7 @@ def _pairs(
     arguments, known = [*given.parts()], given.named(told, call)
     results = [*parts_of(returned, None)]
     pairs = carried(arguments, results, flow, known)
-    expect_same_types(pairs, arguments, results, flow, call.title, known)
+    expect_same_types(pairs, arguments, results, flow, call.title, call.names, known)
     if known is None:
         expect_sure(pairs, arguments, flow, call.title, call.names)
     else:

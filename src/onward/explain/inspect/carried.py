@@ -94,6 +94,7 @@ def expect_same_types(
     results: Iterable[TreePart],
     flow: Provenance,
     title: str,
+    names: Sequence[str],
     told: Collection[Variable] | None = None,
 ) -> None:
     """Raise ``ArgumentError`` for a result that would replace an argument, were it not of another dtype."""
@@ -108,7 +109,11 @@ def expect_same_types(
             if not _is_retyped(new, old) or flow.share(new, old, told is not None) < 0:
                 continue
             if _stands_as(new, old, news, olds) or flow.updates(new, old):
-                raise ArgumentError(_retyped(new, old, title))
+                places = {o.place for o in olds}
+                known = [names[place] for place in sorted(places)]
+                may_say = told is None and old.place not in places
+                or_else = f" If it is a result, say so: carried={known}." if may_say else ""
+                raise ArgumentError(_retyped(new, old, title) + or_else)
 
 
 def _is_retyped(new: TreePart, old: TreePart) -> bool:
