@@ -1,5 +1,6 @@
 """State of the forward pass in micro-batches: that of the whole batch, or a warning names it."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -174,18 +175,32 @@ def test_state_beside_a_loss_that_is_a_sum():
             np.testing.assert_allclose(state.model_state, steps_of(program, 1.0)[1].model_state, atol=1e-10)
 
 
+MOVED = {
+    "mean": (False, lambda s, h: 0.9 * s + 0.1 * jnp.mean(h), True),
+    "sum of means": (False, lambda s, h: s + jnp.mean(h), True),
+    "sum": (False, lambda s, h: s + jnp.sum(h), False),
+    "sum that the loss reads": (True, lambda s, h: s + jnp.sum(h), True),
+}
+
+
 @pytest.mark.filterwarnings("ignore:.*computes a statistic of the examples within")
-def test_state_beside_weights_of_which_nothing_is_known_is_named():
+@pytest.mark.parametrize("kind", MOVED)
+def test_state_beside_weights_of_which_nothing_is_known_is_named(kind: str):
+    is_read, moved, is_named = MOVED[kind]
+
     def loss(p: Any, s: Any, x: Any, example_weight: Any) -> Any:
-        def mean(scale: float) -> Any:
+        def mean(scale: Any) -> Any:
             return scale * (made(p, x) ** 2 @ example_weight) / jnp.sum(example_weight)
 
-        kept = jax.lax.cond(s >= 0, lambda: mean(1.0), lambda: mean(2.0))
-        return kept, 0.9 * s + 0.1 * jnp.mean(made(p, x))
+        kept = jax.lax.cond(p["v"][0] >= 0, lambda: mean(s if is_read else 1.0), lambda: mean(2.0))
+        return kept, moved(s, made(p, x))
 
     program = ow.SGD(0.1).minimize(loss, PARAMS, X, np.ones(16), state=1.0)
-    with pytest.warns(UserWarning, match="how the state 's' of the whole batch"):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
         ow.accumulate(program, 4)
+    named = [str(w.message) for w in found if "how the state 's' of the whole batch" in str(w.message)]
+    assert len(named) == is_named
 
 
 def root_of_next(p: Any, s: Any, x: Any) -> Any:

@@ -21,6 +21,7 @@ from dataclasses import replace
 
 from onward.core.marks import OF_WHOLE_BATCH
 from onward.core.primitives.table import of
+from onward.core.primitives.traits import Moves
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import ancestors, descendants, producers
 from onward.core.words import Pass
@@ -91,10 +92,14 @@ def _follows(part: Program, following: Following, new: Variable, of_whole: bool)
 
 def is_counted(part: Program, following: Following, old: Variable, new: Variable) -> bool:
     """Whether a sum over examples is added to state, in whatever parts, and nothing else reads it."""
-    maker = producers(part).get(new)
-    if maker is None or not of(maker.type).adds or maker.inputs.count(old) != 1:
+    maker, same = producers(part).get(new), {old}
+    casts = [op for op in part.ops if op.primitive.moves is Moves.ROUNDS and same.issuperset(op.inputs)]
+    same.update(v for op in casts for v in op.outputs)
+    if maker is None or not of(maker.type).adds:
         return False
-    added = [v for v in maker.inputs if v is not old]
-    ends = (part.loss, *part.outputs, *part.next_state.values())
-    is_read = old in ends or any(old in op.inputs for op in part.ops if op is not maker)
-    return not is_read and all(following.found[v] == Follows(How.MEAN, 1) for v in added)
+    added = [v for v in maker.inputs if v not in same]
+    ends = {part.loss, *part.outputs, *part.next_state.values()}
+    others = (op for op in part.ops if op is not maker and op not in casts)
+    is_read = not same.isdisjoint(ends) or any(not same.isdisjoint(op.inputs) for op in others)
+    is_added_to = len(added) == len(maker.inputs) - 1
+    return is_added_to and not is_read and all(following.found[v] == Follows(How.MEAN, 1) for v in added)
