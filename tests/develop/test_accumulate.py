@@ -859,6 +859,24 @@ def test_data_that_is_as_long_as_the_batch_by_chance_is_named():
     accumulate(program, 2, whole="scale")
 
 
+def test_state_of_each_example_is_named():
+    def loss(w, h, x):
+        h = jnp.tanh(x * w + h)
+        return jnp.mean(h**2), h
+
+    def step(w, h, x):
+        (found, h), grads = jax.value_and_grad(loss, has_aux=True)(w, h, x)
+        return w - RATE * grads, h, found
+
+    memory = np.zeros_like(X)
+    words = r"x of shape \(16, 3\), .* If h of shape \(16, 3\) is of each example: .*is not cut"
+    for program in (
+        ow.SGD(RATE).minimize(loss, np.ones(3), X, state=memory),
+        ow.adopt(step, np.ones(3), memory, X, carried=["w", "h"]),
+    ):
+        refused(ow.TraceError, words, accumulate, program, 4)
+
+
 def test_what_is_printed_reads_the_statistic_of_the_whole_batch_or_its_own(capfd):
     """An op without results is no place for a statistic."""
 

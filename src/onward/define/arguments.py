@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -148,8 +148,13 @@ def _has_equinox_base(value: Any) -> bool:
     return any(base.__module__.partition(".")[0] == "equinox" for base in type(value).__mro__)
 
 
-def traced_again(first: Sequence[Specification], now: Sequence[Specification]) -> str:
-    """In words, that a function which was traced before is now given arrays of other shapes."""
+def traced_again(
+    first: Sequence[Specification], now: Sequence[Specification], carried: Iterable[Specification] = ()
+) -> str:
+    """In words, that a function which was traced before is now given arrays of other shapes.
+
+    What is ``carried`` on from step to step stays as it was, though it may be as long.
+    """
     changed = [
         ("/".join(filter(None, (before.name, old.path))), old.type.shape, new.type.shape)
         for before, other in zip(first, now, strict=True)
@@ -164,7 +169,16 @@ def traced_again(first: Sequence[Specification], now: Sequence[Specification]) -
         " If one of them holds no examples, and is as long as the batch by chance, say that it goes whole: "
         "whole=[its name]."
     )
+    lengths = {shape[:1] for _, shape, _ in changed}
+    places = [
+        ("/".join(filter(None, (s.name, leaf.path))), leaf.type.shape) for s in carried for leaf in s.arrays
+    ]
+    held = [f"{name} of shape {shape}" for name, shape in places if shape[:1] in lengths]
+    state = (
+        f" If {' and '.join(held)} is of each example: what is carried from step to step is not cut. Feed it "
+        "as data, and return its next value beside the loss; or take ow.partition, which cuts nothing."
+    )
     return (
         f" It was traced for {told}, and again for {again}, that of a part of the batch or of another batch: "
-        f"let it take any number of examples.{whole if len(changed) > 1 else ''}"
+        f"let it take any number of examples.{whole if len(changed) > 1 else ''}{state if held else ''}"
     )

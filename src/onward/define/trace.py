@@ -168,7 +168,8 @@ class _TracedFunction:
         try:
             return again.program()
         except TraceError as error:
-            raise TraceError(f"{error}{traced_again(self.data, specified)}") from error.__cause__
+            carried = [] if self.state is None else [self.state]
+            raise TraceError(f"{error}{traced_again(self.data, specified, carried)}") from error.__cause__
 
     def for_test(self) -> Program:
         """The forward Program as it is when nothing is trained."""
