@@ -59,7 +59,7 @@ PIPELINES: dict[str, tuple[Callable[[], Pipeline], Any, tuple[Any, ...]]] = {
         (X,),
     ),
     "layers in a loop": (
-        lambda: ow.pipeline(ow.Adam(0.1).minimize(looped, np.stack(LAYERS), X), 2, 4),
+        lambda: ow.pipeline(ow.Adam(0.1).minimize(looped, np.stack(LAYERS), X), 2, 4, "zero_bubble"),
         np.stack(LAYERS),
         (X,),
     ),
