@@ -565,6 +565,14 @@ def test_auc_of_one_kind_alone_or_without_a_number_is_nan():
     scores, labels = np.array([1, 0, np.nan, -np.inf]), np.array([1, 0, 1, 0])
     assert np.isnan(AUC(scores, labels))
     assert AUC(scores, labels, weights=np.array([1, 1, 0, 1.0])) == 1.0
+    assert np.isnan(AUC(np.array([1, 0.0]), np.array([np.nan, 0])))
+    assert np.isnan(AUC(np.zeros(0), np.zeros(0)))
+
+
+def test_auc_of_labels_in_between_counts_them_as_much_of_both():
+    scores, labels = np.array([3.0, 1.0, 2.0]), np.array([0.9, 0.2, 0.4])
+    apart = AUC(np.tile(scores, 2), np.repeat([1, 0], 3), weights=np.concatenate([labels, 1 - labels]))
+    np.testing.assert_allclose(AUC(scores, labels), apart, rtol=1e-6)
 
 
 @pytest.mark.parametrize("k", [1, 2, 4])

@@ -394,17 +394,39 @@ def test_state_that_comes_back_in_another_dtype_is_told(step, state, words):
             call()
 
 
-def test_results_of_another_dtype_that_replace_nothing():
-    def step(w, x, rate):
-        grad = jax.grad(loss_of)(w, x)
-        return w - rate * grad, {
-            "gradient": grad.astype(jnp.bfloat16),
-            "x": x.astype(jnp.float16),
-            "n": rate > 1,
-        }
+def results_beside(w, x, rate):
+    grad = jax.grad(loss_of)(w, x)
+    return w - rate * grad, {"gradient": grad.astype(jnp.bfloat16), "x": x.astype(jnp.float16), "n": rate > 1}
 
-    program = ow.adopt(step, jnp.ones(4), X, 0.1)
-    assert [v.name for v in program.state] == ["w"]
+
+def of_images(w, batch):
+    batch = {"image": batch["image"].astype(jnp.float32) / 255}
+    return w - jax.grad(loss_of)(w, batch["image"]), batch
+
+
+def cast_batch(w, batch):
+    batch = jax.tree.map(lambda x: x.astype(jnp.bfloat16), batch)
+    return w - jax.grad(lambda w: loss_of(w, batch[0]) + batch[1].mean())(w), batch
+
+
+def masked(params, mask):
+    updates = jax.tree.map(
+        lambda p, m: jnp.where(m, p, 0), jax.grad(lambda p: loss_of(p["w"], X))(params), mask
+    )
+    return jax.tree.map(jnp.subtract, params, updates), updates
+
+
+@pytest.mark.parametrize(
+    ("step", "args", "state"),
+    [
+        (results_beside, (jnp.ones(4), X, 0.1), "w"),
+        (of_images, (jnp.ones(4), {"image": np.ones((8, 4), "uint8")}), "w"),
+        (cast_batch, (jnp.ones(4), (X, Y)), "w"),
+        (masked, ({"w": jnp.ones(4)}, {"w": np.array([True, False, True, True])}), "params/w"),
+    ],
+)
+def test_results_of_another_dtype_that_replace_nothing(step, args, state):
+    assert [v.name for v in ow.adopt(step, *args).state] == [state]
 
 
 def test_the_test_program_takes_batches_of_any_length():
@@ -431,6 +453,11 @@ def test_a_raw_key_that_nothing_draws_with_is_no_batch():
         state = compiled(compiled.init(PARAMS), key, X, Y)[0]
         for mine, theirs in zip(jax.tree.leaves(state.parameters), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(mine, theirs, rtol=1e-5)
+
+
+def test_servers_want_the_rule_of_an_optimizer():
+    with pytest.raises(ow.GraphError, match=r"a function of its own, .*ow.from_optax\(optimizer\)"):
+        ow.split(adopted("with_optax"), 2)
 
 
 def test_as_a_decorator_it_reuses_what_the_step_donates_and_looks_at_numbers():

@@ -241,9 +241,10 @@ def test_a_key_or_a_table_of_each_batch_is_not_warned_of():
 
     table = np.arange(5, dtype="float32")
     model = ow.Model(ow.trace(network, W, X[:4], jax.random.key(0), table), W)
-    batches = [(X[i : i + 4], jax.random.key(i), table.copy()) for i in (0, 4)]
-    found = ow.Evaluator(model).test(batches)
-    np.testing.assert_allclose(found["loss"], network(W, X[:8], jax.random.key(0), table), rtol=1e-5)
+    batches = [(X[i : i + 4], jax.random.key(i), table[[0, 1, 2 + i // 4, 2 + i // 4, 4]]) for i in (0, 4)]
+    found = ow.Evaluator(model).test(batches)  # of 5 and of 10, 12 at the end
+    expected = np.mean([network(W, *batch) for batch in batches])
+    np.testing.assert_allclose(found["loss"], expected, rtol=1e-5)
 
 
 def test_empty_batches_are_left_out():
@@ -256,3 +257,27 @@ def test_empty_batches_are_left_out():
         np.testing.assert_allclose([found["loss"], found["aux"]], network(W, X), rtol=1e-5)
     with pytest.raises(ow.ArgumentError, match="the reader has no example: all batches are empty"):
         ow.Evaluator(model).test([X[:0], X[:0]])
+
+
+@pytest.mark.parametrize("sizes", [(4, 4), (4, 6)])
+def test_graphs_as_batches_give_means_and_are_warned_of(sizes):
+    def network(w, matrix, x):
+        return jnp.mean((matrix @ x @ w) ** 2), jnp.sum(x)
+
+    graphs = [[RNG.normal(size=(n, wide)).astype("float32") for wide in (n, 3)] for n in sizes]
+    model = ow.Model(ow.trace(network, W, *graphs[0], has_aux=True), W)
+    with pytest.warns(UserWarning, match="cannot be told .*: the function takes no other length of") as said:
+        found = ow.Evaluator(model).test(graphs)
+    assert {str(w.message).split("'")[1] for w in said} == {"loss", "aux"}
+    each = np.array([network(W, *graph) for graph in graphs])
+    np.testing.assert_allclose([found["loss"], found["aux"]], sizes @ each / sum(sizes), rtol=1e-5)
+
+
+def test_numbers_that_are_no_key_are_examples():
+    def network(w, number, table, x):
+        return jnp.mean((x @ w).sum(1) * number.astype("float32")) + 0 * table.sum()
+
+    numbers, table = np.arange(4, dtype="uint32"), np.arange(3, dtype="float32")
+    model = ow.Model(ow.trace(network, W, numbers[:2], table, X[:2]), W)
+    found = ow.Evaluator(model).test([(numbers[i : i + 2], table, X[i : i + 2]) for i in (0, 2)])
+    np.testing.assert_allclose(found["loss"], network(W, numbers, table, X[:4]), rtol=1e-5)

@@ -219,10 +219,13 @@ def test_a_metric_does_not_take_the_name_of_the_loss(name, words):
     assert trainer.step == 0
 
 
-def test_the_loss_may_be_returned_among_the_metrics():
+@pytest.mark.parametrize(
+    "again", [lambda loss: loss, jax.lax.stop_gradient, lambda loss: loss.astype("bfloat16")]
+)
+def test_the_loss_may_be_returned_among_the_metrics(again):
     def named(w, x):
         loss = jnp.mean(x @ w)
-        return loss, {"loss": loss, "sum": jnp.sum(x)}
+        return loss, {"loss": again(loss), "sum": jnp.sum(x)}
 
     x = jnp.ones((2, 1))
     trainer = ow.Trainer(ow.Model(ow.trace(named, x[0], x, has_aux=True), x[0]), ow.SGD(0.0))

@@ -18,12 +18,13 @@ def batch_names(
 ) -> tuple[str, ...]:
     """The names of the data that is cut with the batch: whatever is as long as the first array of it.
 
-    That is the first one that cannot be a random key. ``whole`` and what is declared with a length of its own
-    (``fixed``) are not; if there is a ``weight``, its length is that of the batch.
+    A raw random key is not, which nothing else is as long as. ``whole`` and what is declared with a length of
+    its own (``fixed``) are not; if there is a ``weight``, its length is that of the batch.
     """
     kept = set(select(program.inputs, whole, "whole"))
     arrays = [v for v in program.inputs if v.shape and v not in kept and v.name not in fixed]
-    rows = [v for v in arrays if not v.may_be_key] or arrays
+    lengths = [v.shape[0] for v in arrays]
+    rows = [v for v in arrays if not v.may_be_key or lengths.count(v.shape[0]) > 1] or arrays
     leader = next((v for v in arrays if v.name == weight), rows[0] if rows else None)
     return tuple(v.name for v in arrays if leader is not None and v.shape[0] == leader.shape[0])
 

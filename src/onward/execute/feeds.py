@@ -210,7 +210,7 @@ def _check_bound(program: str, v: Variable, value: Any, size: int, what: str) ->
         wrong = np.argwhere((value < 0) | (value >= size))[0]
         raise ArgumentError(
             f"{program}: {v.name!r} holds {value[tuple(wrong)]} at {wrong.tolist()}; {what} must lie from 0 "
-            f"to {size - 1}, and a device would not tell. Of padding feed 0, and let it weigh 0."
+            f"to {size - 1}, and a device would not tell. For padding feed 0, and give it weight 0."
         )
 
 

@@ -17,9 +17,10 @@ import numpy as np
 from onward.core.compiler import compiled_alone
 from onward.core.errors import ArgumentError, NotPickled, StateError, nearest
 from onward.core.pointing import Pointing
+from onward.core.primitives.traits import Moves
 from onward.core.program import Program, Variable
 from onward.core.structure import path_name
-from onward.core.walk import find, name_of
+from onward.core.walk import find, name_of, producers
 from onward.execute.feeds import data_names, unshared
 from onward.execute.loop.history import expect_metrics
 from onward.execute.loop.interrupt import uninterrupted
@@ -31,6 +32,8 @@ from onward.execute.step import Step
 from onward.execute.tuning import Tuning
 from onward.fit.model import EvaluationRequest, Model, expect_model
 from onward.fit.over_reader import OfReader, ReaderNumbers
+
+_WIRES = (Moves.KEEPS, Moves.HOLDS, Moves.ROUNDS)
 
 
 class Evaluator(NotPickled, Pointing):
@@ -169,6 +172,7 @@ class Evaluator(NotPickled, Pointing):
             return {name: v for name, v in _numbers(program.loss, program.signature).items() if v in reached}
 
         self._expect_known(given)
+        _expect_one_loss(self.model.test_program)
         return self.model.once(("reader", given), lambda: OfReader(self.model.test_program, results))
 
     def _over_reader(self, reader: OfReader, given: frozenset[str]) -> _Forward:
@@ -300,29 +304,42 @@ def scalars_of(program: Program, values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _numbers(loss: Variable | None, signature: Any) -> dict[str, Variable]:
-    """The loss, and every number that is returned beside it, by name."""
+    """Every number that is returned beside the loss, by name, and the loss."""
     found = {} if loss is None else {"loss": loss}
     if signature is not None and signature.has_aux:
-        beside = {path or "aux": v for path, v in _aux(signature) if v.shape == ()}
-        if loss is not None and beside.get("loss", loss) is not loss:
-            raise ArgumentError(
-                "A number that is returned beside the loss is named 'loss', and is another one. Give it "
-                "another name, such as 'cross_entropy'."
-            )
-        found |= beside
-    return found
+        found |= {path or "aux": v for path, v in _aux(signature) if v.shape == ()}
+    return found if loss is None else {**found, "loss": loss}
 
 
 def expect_names(program: Program, is_tested: bool) -> None:
     """Raise ``ArgumentError`` where a number of a step would stand in the place of another in its history."""
     names = _numbers(program.loss, program.signature)
     expect_metrics(names)
+    _expect_one_loss(program)
     if is_tested and (twice := names.keys() & {f"test_{name}" for name in names}):
         name = min(twice)
         raise ArgumentError(
             f"A number that {program.name} returns is named {name!r}, as that of the test of "
             f"{name.removeprefix('test_')!r} is. Give it another name."
         )
+
+
+def _expect_one_loss(program: Program) -> None:
+    """Raise ``ArgumentError`` where a number beside the loss has its name, and is not that number again."""
+    has_aux = program.signature is not None and program.signature.has_aux
+    beside = _aux(program.signature) if has_aux else []
+    named = [v for path, v in beside if path == "loss" and v.shape == ()]
+    if program.loss is None or not named:
+        return
+    makers, v = producers(program), named[0]
+    while v is not program.loss:
+        op = makers.get(v)
+        if op is None or op.primitive.moves not in _WIRES or len(op.inputs) != 1:
+            raise ArgumentError(
+                f"{program.name} returns a number beside the loss that is named 'loss', and is another one. "
+                "Give it another name, such as 'cross_entropy'."
+            )
+        (v,) = op.inputs
 
 
 def _aux(signature: Any) -> list[tuple[str, Variable]]:

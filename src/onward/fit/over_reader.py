@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,7 +16,7 @@ from onward.core.lower import lower
 from onward.core.program import Program, Variable
 from onward.core.source import user_level
 from onward.core.walk import producers
-from onward.develop.over_batch.from_parts import FromParts, Results, from_parts
+from onward.develop.over_batch.from_parts import FromParts, Results, from_parts, one_length
 from onward.develop.over_batch.known import Follows, How
 from onward.execute.feeds import data_names
 from onward.execute.processes import of_processes
@@ -112,23 +111,29 @@ class ReaderNumbers:
 
     def __init__(self, reader: OfReader) -> None:
         self.reader, self.parts = reader, reader.parts
+        self.apart: Mapping[str, str] = self.parts.apart
         self.rows = self.batches = self.other = 0
-        self.plain: dict[str, Any] = defaultdict(float)
-        self.total: dict[Variable, Any] = {}
+        self.plain: dict[str, Any] = dict.fromkeys(self.parts.results, 0.0)
+        self.total = {v: _nothing(v, follows) for v, follows in self.parts.found.items()}
         self._whole: dict[str, Any] = {}  # what each batch brings whole
         self._differing: dict[str, None] = {}
+        self._has_other_length = False  # of all data together
         self._waiting: tuple[int, bool, Mapping[str, Any]] | None = None
 
     def look(self, fed: Mapping[str, Any]) -> None:
-        """Note what of a batch holds no examples, and is another one than before."""
-        if not self.parts.split:
+        """Note what of a batch is taken to hold no examples, and is another one than before."""
+        parts = self.parts
+        if not parts.split:
             return
-        known = {v.name: v for v in self.parts.part.inputs}
+        known, (leader, *_) = parts.part.variables, parts.split
         for name, x in self.reader.arrays(fed):
-            if name in self.parts.split or name not in known or not jnp.ndim(x) or known[name].may_be_key:
+            if name in parts.split or name not in known or known[name].may_be_key or not jnp.ndim(x):
+                continue
+            if not (name in parts.by_chance or jnp.shape(x)[0] in known[leader].shape[1:]):
                 continue
             first = self._whole.setdefault(name, x)
-            if first is not x and name not in self._differing and not np.array_equal(first, x):
+            if first is not x and not np.array_equal(first, x, equal_nan=known[name].is_float):
+                self._has_other_length |= name in parts.by_chance
                 self._differing[name] = None
 
     def add(self, rows: int, twice: bool, values: Mapping[str, Any]) -> None:
@@ -143,16 +148,17 @@ class ReaderNumbers:
         rows, twice, values = waiting
         self._count(rows, {name: values[v.name] for name, v in self.parts.results.items()})
         size = 2 * rows if twice else rows
+        if self._has_other_length:
+            return
         for v, follows in self.parts.found.items():
             x = np.asarray(values[v.name], np.float64)
-            if np.shape(self.total.get(v, x)) != x.shape:
+            if self.total[v].shape != x.shape:
                 raise ArgumentError(_other_shape(self.parts, v, x))
             if follows.kind in _EXTREMES:
-                have = [x, self.total[v]] if v in self.total else [x]
-                self.total[v] = _EXTREMES[follows.kind](have, 0)
+                self.total[v] = _EXTREMES[follows.kind]([x, self.total[v]], 0)
             else:
                 share = rows * (self.parts.rows / size) ** follows.power
-                self.total[v] = self.total.get(v, 0.0) + share * x
+                self.total[v] = self.total[v] + share * x
 
     def add_other(self, rows: int, results: Mapping[str, Any]) -> None:
         """Count a batch for which the function builds another graph; of all the means are left."""
@@ -175,8 +181,11 @@ class ReaderNumbers:
         if not rows:
             raise ArgumentError(f"{self.parts.part.name}: the reader has no example: all batches are empty.")
         means = {name: x / rows for name, x in zip(self.plain, plain, strict=True)}
-        self.other = int(of_processes([self.other]).max())
-        rest = None if self.other or batches == 1 else self._rest(int(rows))
+        self.other, is_one_length = of_processes([self.other, self._has_other_length]).max(0).astype(int)
+        if is_one_length:
+            why = one_length(self.parts.part, (*self.parts.split, *sorted(self.parts.by_chance)))
+            self.apart = dict.fromkeys(self.parts.results, why)
+        rest = None if self.other or is_one_length or batches == 1 else self._rest(int(rows))
         if batches > 1:
             self._warn()
         if rest is None:
@@ -203,12 +212,12 @@ class ReaderNumbers:
 
     def _warn(self) -> None:
         name = self.parts.part.name
-        for data in self._differing:
+        for data in () if self._has_other_length else self._differing:
             v, leader = self.parts.part[data], self.parts.part[self.parts.split[0]]
             warnings.warn(
                 f"{name}: {data!r} ({v.type}) is not as long as {leader.name!r} ({leader.type}), so that it "
-                "counts as no examples, and it differs from batch to batch. Examples are the first axis of "
-                "all data: put them there, such as x.swapaxes(0, 1).",
+                "holds no examples, and it differs from batch to batch. Examples are the first axis of all "
+                "data: put them there, such as x.swapaxes(0, 1).",
                 stacklevel=user_level(),
             )
         if self.other:
@@ -218,13 +227,19 @@ class ReaderNumbers:
                 "examples. Let it branch on no length of its data.",
                 stacklevel=user_level(),
             )
-        for number, why in self.parts.apart.items():
+        for number, why in self.apart.items():
             warnings.warn(
                 f"{name}: {number!r} of a reader cannot be told from that of each batch: {why}. The mean "
                 "over batches is given, each by its number of examples. Return what it is made of, such as "
                 "sums and counts; or test on one batch.",
                 stacklevel=user_level(),
             )
+
+
+def _nothing(v: Variable, follows: Follows) -> Any:
+    """The value of no examples."""
+    least = {How.MOST: -np.inf, How.LEAST: np.inf}
+    return np.full(v.shape, least.get(follows.kind, 0.0))
 
 
 def _other_shape(parts: FromParts, v: Variable, x: Any) -> str:

@@ -57,7 +57,7 @@ class Training:
         reader: Any,
         epochs: int,
         test: Any,
-        callbacks: Sequence[Callable[[Event], Any]],
+        callbacks: Callable[[Event], Any] | Sequence[Callable[[Event], Any]],
         progress: bool | None,
         prefetch: int,
         check: bool,

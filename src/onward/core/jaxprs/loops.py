@@ -47,6 +47,22 @@ def carry_of(body: Body) -> tuple[int, int]:
     return carry_of_scan(eqn)
 
 
+def gives_results(body: Body) -> bool:
+    """Whether all that a Body gives are results of its one equation, none an input that is passed on.
+
+    >>> import jax, jax.numpy as jnp, onward as ow
+    >>> loop = lambda x: jax.lax.scan(lambda c, _: (c + 1, None), x, None, 2)[0]
+    >>> gives_results(ow.graph.body_of(loop, 1.0))
+    True
+    >>> gives_results(ow.graph.body_of(lambda x: [loop(x), x], 1.0))
+    False
+    """
+    if len(body.equations) != 1:
+        return False
+    results = set(map(id, body.equations[0].outvars))
+    return all(id(v) in results for v in body.closed.jaxpr.outvars)
+
+
 def result_of(body: Body, output: int) -> int:
     """Which result of its one equation an output of a Body is.
 

@@ -66,11 +66,12 @@ def auc(scores: Any, labels: Any, *, weights: Any = None, name: str | None = Non
     """How likely a positive example has a higher score than a negative one; equal scores count half.
 
     The area under the ROC curve, exactly, over the whole batch: several devices that hold a part of it each
-    gather it. It is NaN unless there are both, or where a score is.
+    gather it. It is NaN unless there are both, or where a score or a label is.
 
     Args:
         scores: [n] or [n, 1].
-        labels: of the same shape: positive above 0, as 1 is of 0 and 1, or of -1 and 1.
+        labels: of the same shape: 1 for a positive example, 0 or -1 for a negative one; between 0 and 1, for
+            that much of both.
         weights: how much each example counts, [n]: a pair counts the product of its two.
         name: as for every layer.
 
@@ -94,13 +95,13 @@ def auc(scores: Any, labels: Any, *, weights: Any = None, name: str | None = Non
             f"auc at {user_line()} was given scores of shape {list(scores.shape)}; expected one for each "
             "example, [n]: take scores[:, 1] of two classes."
         )
-    positive = precise(labels > 0).ravel()
+    scores, positive = jnp.where(jnp.isnan(labels), jnp.nan, scores), precise(jnp.clip(labels, 0, 1)).ravel()
     w = 1.0 if weights is None else checked_weights("auc", weights, scores).ravel()
     s, positive, negative = _gathered((scores.ravel(), w * positive, w * (1 - positive)))
     order = jnp.argsort(s)
     s, positive, negative = s[order], positive[order], negative[order]
     found = jnp.sum(positive * (_share_below(s, negative) - 0.5)) / jnp.sum(positive) + 0.5
-    is_unknown = jnp.any(jnp.isnan(s) & (positive + negative > 0))
+    is_unknown = jnp.any(jnp.isnan(s) & (positive + negative != 0))
     return jnp.where(is_unknown, jnp.nan, found)
 
 
@@ -131,10 +132,12 @@ def _share_below(scores: Any, weights: Any) -> Any:
     What lies at the same score counts half: the sums where a run of equal scores begins, and where it ends.
     """
     sums, steps = jnp.cumsum(weights), scores[1:] != scores[:-1]
-    begins, ends = jnp.pad(steps, (1, 0), constant_values=True), jnp.pad(steps, (0, 1), constant_values=True)
+    begins, ends = (
+        jnp.pad(steps, width, constant_values=True)[: scores.shape[0]] for width in ((1, 0), (0, 1))
+    )
     below = lax.cummax(jnp.where(begins, sums - weights, 0))
     up_to = lax.cummin(jnp.where(ends, sums, jnp.inf), reverse=True)
-    return (below + up_to) / (2 * sums[-1])
+    return (below + up_to) / (2 * jnp.sum(weights))
 
 
 def _gathered(arrays: Any) -> Any:

@@ -87,7 +87,7 @@ def _follows(part: Program, following: Following, new: Variable, of_whole: bool)
     found = following.found[new]
     is_sum, is_mean = found == Follows(How.MEAN, 1), found.kind is How.MEAN and found.power in (0, 1)
     fits = found == SAME or found.kind in (How.MOST, How.LEAST) or (is_mean if new.is_float else is_sum)
-    return (of_whole or fits) and following.is_free(part, new)
+    return (of_whole or fits) and following.is_known(part, new)
 
 
 def is_counted(part: Program, following: Following, old: Variable, new: Variable) -> bool:

@@ -113,7 +113,7 @@ class Lowering:
 
     def may_be_low(self, op: Op) -> bool:
         """Whether the role of an op lets it compute in the low dtype."""
-        if self.is_kept(op) or op.made_by is not Pass.FORWARD or not self.is_real(op):
+        if self.is_kept(op) or op.made_by is not Pass.FORWARD or not self._is_real(op):
             return False
         row = op.primitive
         if row.precision is Precision.FULL:
@@ -122,10 +122,10 @@ class Lowering:
             return False
         return self.body(op) is not None
 
-    def is_real(self, op: Op) -> bool:
+    def _is_real(self, op: Op) -> bool:
         """Whether an op reads and gives float32, integers and truth values only: no other floats, no keys.
 
-        A product may read what is in the low dtype already, such as weights that were cast by hand.
+        But a product may read what is in the low dtype already, such as weights that were cast by hand.
         """
         read = (v for v in op.inputs if not (_gains(op) and v.dtype == self.dtype))
         kinds = (getattr(v.dtype, "kind", "V") for v in (*read, *op.outputs) if v.dtype != _FULL)

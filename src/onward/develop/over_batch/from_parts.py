@@ -14,7 +14,7 @@ on those of all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from onward.core.check import check
@@ -41,6 +41,7 @@ class FromParts:
         results: the results by name.
         apart: for those that cannot be put together, why; their mean by the lengths of the parts is taken.
         found: how each value that is handed out follows.
+        by_chance: data that is as long as the batch, and is taken to be no examples.
         program: computes, of a part, the results and what else is handed out.
     """
 
@@ -53,8 +54,10 @@ class FromParts:
         whole: Program | None = None,
         following: Following | None = None,
         why: str = "",
+        by_chance: Collection[str] = (),
     ) -> None:
         self.part, self.rows, self.split, self.results = part, rows, split, results
+        self.by_chance = frozenset(by_chance)
         self.apart: dict[str, str] = dict.fromkeys(results, why) if why else {}
         self.found = dict.fromkeys(results.values(), _PLAIN)
         self._after, self._made = set[Op](), set[Variable]()
@@ -146,15 +149,20 @@ def from_parts(program: Program, results: Results) -> FromParts:
         return FromParts(program, 1, (), results(program))
     found = [(split, two)] if (two := _two_lengths(program, split)) else _but_one(program, split)
     if len(found) != 1:
-        lengths = " and ".join(map(repr, split))
-        why = f"the function takes no other length of {lengths} than {program[split[0]].shape[0]}"
-        return FromParts(program, 1, (), results(program), why=why)
-    ((split, (part, whole)),) = found
+        return FromParts(program, 1, (), results(program), why=one_length(program, split))
+    ((told, (part, whole)),) = found
     following = follow(whole, part, 2, split, _can_have, in_turn=True)
     if following is None:
         why = "for twice as many examples the function builds another graph"
         return FromParts(program, 1, (), results(program), why=why)
-    return FromParts(part, part[split[0]].shape[0], split, results(part), whole, following)
+    rows, by_chance = part[told[0]].shape[0], {*split} - {*told}
+    return FromParts(part, rows, told, results(part), whole, following, by_chance=by_chance)
+
+
+def one_length(program: Program, split: Sequence[str]) -> str:
+    """In words, that nothing is known of another length of this data."""
+    names = " and ".join(map(repr, split))
+    return f"the function takes no other length of {names} than {program[split[0]].shape[0]}"
 
 
 _TwoLengths = tuple[Program, Program]

@@ -92,10 +92,10 @@ class Following:
         """Whether a value is the mean of those of the parts, or their sum, and all they need is known."""
         found = self.found[v]
         is_mean = found.kind is How.MEAN and found.power in (0, 1)
-        return (is_mean or found == SAME) and self.is_free(program, v)
+        return (is_mean or found == SAME) and self.is_known(program, v)
 
-    def is_free(self, program: Program, v: Variable) -> bool:
-        """Whether nothing that a value depends on reads the examples of other parts, or their number."""
+    def is_known(self, program: Program, v: Variable) -> bool:
+        """Whether nothing that a value depends on needs the examples of other parts, or their number."""
         near = self.reaching(program, [v])
         return not (near.mixing or near.normalizing or near.bent or near.counting(program))
 

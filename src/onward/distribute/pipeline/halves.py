@@ -24,7 +24,7 @@ from typing import Any
 
 from onward.core.cost import cost, size
 from onward.core.jaxprs.body import body_of
-from onward.core.jaxprs.loops import result_of
+from onward.core.jaxprs.loops import gives_results, result_of
 from onward.core.names import Names
 from onward.core.program import Op, Variable
 from onward.core.turn import ScanTurn
@@ -43,7 +43,7 @@ def in_halves(op: Op, wanted: Collection[int], names: Names) -> tuple[Op, Op] | 
         names: for what the first loop hands to the second.
     """
     turn = ScanTurn.of(op.body)
-    if turn is None or op.body.has_effects:
+    if turn is None or op.body.has_effects or not gives_results(op.body):
         return None
     halves = _Halves(op, turn, wanted)
     return halves.ops(names) if halves.is_worth_it else None
@@ -111,7 +111,8 @@ class _Halves:
 
         def run(*values: Any) -> list[Any]:
             at = dict(zip(places, values, strict=False))
-            same, start, own = ([at.get(operand[v], operand[v]) for v in g] for g in (fixed, carried, rows))
+            groups = ([operand[v] for v in group] for group in (fixed, carried, rows))
+            same, start, own = ([at[x] if isinstance(x, int) else x for x in group] for group in groups)
             stacks = values[len(places) :]
             found = turn.loop(lambda *now: compute(*same, *now), start, [*own, *stacks])
             by_result = dict(zip(order, found, strict=False))

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from onward.core.check import check
 from onward.core.cost import cost
 from onward.core.jaxprs.body import body_of
+from onward.core.jaxprs.loops import gives_results
 from onward.core.jaxprs.reading import read_jaxpr
 from onward.core.names import Names
 from onward.core.primitives.table import of
@@ -102,8 +103,14 @@ def apart(
     """The ops that compute what is wanted first, and those that compute the rest from what these made.
 
     An op that computes some of both becomes two, unless they would do the same work twice; the second half of
-    a loop reads what the first one stacks for it, by ``names`` of their own. ``constants`` get those of what
-    stood in one op with a loop.
+    a loop reads what the first one stacks for it.
+
+    Args:
+        ops: in order.
+        first: what is wanted first.
+        then: all that is wanted.
+        names: for what is new.
+        constants: they get those of ops that are taken apart.
     """
     ops = [o for op in ops for o in (taken_apart(op, names, constants) if _holds_loop(op) else [op])]
     needed = set(first)
@@ -128,9 +135,9 @@ def apart(
 
 
 def _holds_loop(op: Op) -> bool:
-    """Whether an op is a loop and more."""
-    calls = [*op.body.calls]
-    return len(calls) > 1 and any(of(call.primitive).runs is Runs.SCAN for call in calls)
+    """Whether an op is a loop and more, if only a value that it passes on."""
+    is_loop = any(of(call.primitive).runs is Runs.SCAN for call in op.body.calls)
+    return is_loop and not gives_results(op.body)
 
 
 def _cheapest(op: Op, wanted: Sequence[int]) -> Op:

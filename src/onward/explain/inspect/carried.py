@@ -108,7 +108,7 @@ def expect_same_types(
                 continue
             if not _is_retyped(new, old) or flow.share(new, old, told is not None) < 0:
                 continue
-            if _stands_as(new, old, news, olds) or flow.updates(new, old):
+            if _stands_beside(new, old, news, olds) or _moves_on(new, old, flow):
                 places = {o.place for o in olds}
                 known = [names[place] for place in sorted(places)]
                 may_say = told is None and old.place not in places
@@ -123,10 +123,20 @@ def _is_retyped(new: TreePart, old: TreePart) -> bool:
     return all(n.shape == o.shape for n, o in zip(new.variables, old.variables, strict=True))
 
 
-def _stands_as(new: TreePart, old: TreePart, news: Sequence[TreePart], olds: Sequence[TreePart]) -> bool:
-    """Whether both are containers, or stand in the same place of containers that are carried on else."""
-    if not jax.tree_util.treedef_is_leaf(new.treedef):
-        return True
+def _moves_on(new: TreePart, old: TreePart, flow: Provenance) -> bool:
+    """Whether a part is another one in a wider or narrower type, as running statistics are.
+
+    Data that is masked, scaled or cast is not, which the loss looks at.
+    """
+    pairs = [(n, o) for n, o in zip(new.variables, old.variables, strict=True) if n.dtype != o.dtype]
+    if not (flow.trains and all(n.is_float and o.is_float for n, o in pairs)):
+        return False
+    is_container = not jax.tree_util.treedef_is_leaf(new.treedef)
+    return flow.updates(new, old) or (is_container and not flow.is_doubtful(new, old))
+
+
+def _stands_beside(new: TreePart, old: TreePart, news: Sequence[TreePart], olds: Sequence[TreePart]) -> bool:
+    """Whether both stand in the same place of containers of which other parts are carried on."""
     if new.around is None or old.around is None:
         return False
     (begin, end), (first, last) = new.around, old.around
