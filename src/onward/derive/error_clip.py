@@ -25,7 +25,9 @@ def error_clip(program: Program, where: Where | Iterable[Where], max_value: floa
 
     Adds an op ``error_clip`` behind each of them, which later ops read in place of it; the activation keeps
     its name, and its gradient is the one in range. It comes before the backward pass. A Program that trains
-    nothing stays as it is.
+    nothing stays as it is. Of a loss that is a mean, micro-batches and devices have larger gradients than the
+    whole batch, and a scaled one has, so that others are clipped: ``accumulate``, ``replicate`` and float16
+    warn of it.
 
     Source: Graves, Generating Sequences With Recurrent Neural Networks, 2013, section 2.1; early Paddle has
     it as ``ErrorClipByValue`` of a variable.

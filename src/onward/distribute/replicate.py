@@ -37,6 +37,7 @@ from onward.derive.update.foreign import append_foreign_update
 from onward.derive.update.update import append_update
 from onward.develop.accumulation.accumulate import accumulation_of, expect_devices
 from onward.develop.batch import WEIGHT, batch_names, data_types
+from onward.develop.over_batch.bending import expect_proportional
 from onward.develop.over_batch.filled import misled
 from onward.develop.over_batch.known import Following
 from onward.develop.over_batch.own_keys import folded
@@ -128,6 +129,10 @@ def replicate(
     weight = example_weight if example_weight in split else None
     name = axis_name if program.replicas is None else program.replicas.name
     replicas = Replicas(count, name, sync_batch_norm, merge.period, weight)
+    if replicas.syncs and count > 1 and split and not merge.is_sum:
+        each = f"each of {count} devices has those of a mean over fewer examples, which are larger"
+        instead = "Take ow.partition; sync_batch_norm=False says that every device's own are meant."
+        expect_proportional(program, each, instead)
     is_free = recipe.origin.assumes_batch
     parts = count * (how.steps if how is not None else 1)
     data = data_types(program, split, parts) if is_free else whole_types(program)

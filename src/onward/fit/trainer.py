@@ -132,7 +132,7 @@ class Trainer(TrainerParts):
             epochs: how many more; after ``restore``, how many in all, counted from where the interrupted
                 training began.
             test: a reader to test on after each epoch; its means go to the history as ``test_loss``...
-            callbacks: functions of an Event, or one. One ends the training by raising ``StopTraining``. What one with
+            callbacks: functions of an Event. One ends the training by raising ``StopTraining``. What one with
                 ``state_dict`` and ``load_state_dict`` remembers is part of the checkpoints; it is known again
                 by its class, and which one of that class it is.
             progress: show a bar; None: in a terminal or a notebook.

@@ -27,6 +27,7 @@ from onward.develop.accumulation.differing import expect_apart, expect_merged, e
 from onward.develop.accumulation.micro_batches import Accumulation, with_loop
 from onward.develop.accumulation.statistics import KnownOfWhole, OfMicroBatch, own_keys
 from onward.develop.batch import WEIGHT, batch_names, data_types, filled_up
+from onward.develop.over_batch.bending import expect_proportional
 from onward.develop.over_batch.filled import misled
 from onward.develop.over_batch.known import Following, Follows, How
 from onward.develop.over_batch.loss import is_sum as is_sum_of
@@ -82,9 +83,10 @@ def accumulate(
             a number that counts the batch otherwise than a mean does), so that the mean over micro-batches is
             not the loss of the big batch; state of which that is so; examples see each other, as in a graph
             whose nodes are the batch, or by batch normalization; a result holds all of them several times, or
-            numbers them; the function is another one for a micro-batch; or a batch is filled up, which may
-            change the loss, a result or state: it adds up what the weights do not make 0, or is divided by
-            the number of rows.
+            numbers them; the function is another one for a micro-batch; a rule of its own clips gradients on
+            their way back, which are larger for a mean over fewer examples; or a batch is filled up, which
+            may change the loss, a result or state: it adds up what the weights do not make 0, or is divided
+            by the number of rows.
 
     Source: Huang et al., GPipe, 2019, section 2.2 (micro-batches whose gradients are summed before one
     update).
@@ -121,6 +123,11 @@ def accumulate(
         expect_rows(program, how, count)
     data = data_types(program, how.split, count * how.steps if is_free else how.whole_rows(program))
     how = _told(recipe, program, data, how)
+    if is_sum is None and how.steps > 1 and not how.is_sum:
+        parts = f"each of {how.steps} micro-batches has those of a mean over fewer examples, which are larger"
+        expect_proportional(
+            program, parts, "Return a sum over examples; is_sum=False says that it is meant so."
+        )
     step = Applied(accumulated, (how,), {}, Phase.MICRO_BATCHES, lays_out_batch=True)
     is_other = is_free or how.stand_ins or how.is_filled(program)
     return laid_out(recipe, step, data, None if is_other else lambda: _looped(program, recipe, how))

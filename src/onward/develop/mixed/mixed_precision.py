@@ -35,6 +35,7 @@ from onward.develop.mixed.loss_scale import adjust_scale, scale_loss
 from onward.develop.mixed.products import Float8, is_test
 from onward.develop.mixed.roles import Lowering, kept_variables
 from onward.develop.mixed.within import has_gain
+from onward.develop.over_batch.bending import expect_proportional
 
 _DTYPES = ("bfloat16", "float16", "float8")
 _SCALINGS = ("current", "delayed")
@@ -140,6 +141,8 @@ def mixed_precision(
     loss_scaling = _loss_scaling(dtype, scale, growth_every, factor)
     if loss_scaling is not None:
         _expect_updates(program, recipe)
+        larger = f"the loss is scaled, by {loss_scaling.scale:g} at first, and they with it"
+        expect_proportional(program, larger, "Take 'bfloat16', which needs no scale.")
     scaled = replace(
         recipe, steps=tuple(step for old in recipe.steps for step in (old, *_after(old, loss_scaling)))
     )

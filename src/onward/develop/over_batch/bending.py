@@ -1,0 +1,47 @@
+"""Gradients that are changed on their way back otherwise than in proportion, as a clip changes them.
+
+A loss that is a mean over fewer examples has larger gradients on the way, and so has one that is scaled: what
+clips them clips others. The gradients of the whole batch are then no mean of those of its parts.
+
+>>> import jax.numpy as jnp, onward as ow
+>>> program = ow.trace(lambda w, x: jnp.mean(jnp.tanh(x @ w)), jnp.ones(3), jnp.ones((4, 3)))
+>>> [(op.type, why) for op, why in bending(ow.SGD(0.1).minimize(ow.error_clip(program, "tanh", 0.1)))]
+[('error_clip_grad', 'max')]
+"""
+
+from __future__ import annotations
+
+import warnings
+
+from onward.core.jaxprs.homogeneous import bends
+from onward.core.program import Op, Program
+from onward.core.source import user_level
+from onward.core.words import Pass
+
+
+def bending(program: Program) -> list[tuple[Op, str]]:
+    """The ops of the backward pass whose results are not in proportion to the gradients that they read.
+
+    With each the primitive by which they are not.
+    """
+    ops = [op for op in program.ops if op.made_by is Pass.BACKWARD]
+    made = {v for op in ops for v in op.outputs}
+    read = [(op, [i for i, v in enumerate(op.inputs) if v in made]) for op in ops]
+    found = ((op, bends(op.body, given)) for op, given in read if given)
+    return [(op, why) for op, why in found if why]
+
+
+def expect_proportional(program: Program, reason: str, instead: str) -> None:
+    """Warn of a backward pass that gives other gradients where those of the loss are larger.
+
+    Args:
+        program: with a backward pass.
+        reason: why they are larger.
+        instead: what to do about it.
+    """
+    for op, why in bending(program)[:1]:
+        warnings.warn(
+            f"{program.name}: {op.type!r}{op.at} changes gradients on their way back otherwise than in "
+            f"proportion to them ({why!r}), as a clip does, and {reason}. {instead}",
+            stacklevel=user_level(),
+        )
