@@ -130,8 +130,10 @@ def test_what_changes_a_gradient_of_several_stages_otherwise_is_given_its_sum():
     params = {"table": weights(1)[0], "each": weights(1)[0]}
     with jax.enable_x64(True):
         program = ow.SGD(1.0).minimize(loss, params, X)
-        wanted = steps_of(ow.accumulate(program, 6), params)
-        expect_equal(steps_of(ow.pipeline(program, 3, 6), params), wanted)
+        wanted = steps_of(ow.accumulate(program, 6, is_sum=False), params)
+        with pytest.warns(UserWarning, match="'clipped_grad' at .* otherwise than in proportion"):
+            cut = ow.pipeline(program, 3, 6)
+        expect_equal(steps_of(cut, params), wanted)
 
 
 def rate_beside(p: Any, s: Any, x: Any) -> Any:

@@ -5,16 +5,16 @@ is not, and computes something else where a loss, or its scale, is another one; 
 
 >>> import jax.numpy as jnp, onward as ow
 >>> def found(rule):
-...     return bends(ow.graph.body_of(lambda g, x: [rule(g, x)], jnp.ones(3), jnp.ones(3)), [0])
+...     return grown(ow.graph.body_of(lambda g, x: [rule(g, x)], jnp.ones(3), jnp.ones(3)), [1.0, 0.0])
 >>> found(lambda g, x: jnp.where(g > 0, g * jnp.tanh(x), 0)), found(lambda g, x: jnp.clip(g, -1, 1))
-('', 'max')
+(([1.0], ''), ([0.0], 'max'))
 >>> found(lambda g, x: g / jnp.linalg.norm(g))
-'div'
+([0.0], 'div')
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -43,19 +43,19 @@ _ENDLESS = 1e30  # a number that stands for all that is larger, as in nan_to_num
 _MOST_TURNS = 4  # until what a loop carries has its degree
 
 
-def bends(body: Body, operands: Collection[int]) -> str:
-    """The primitive by which a result does not grow in proportion to these operands; empty if all do."""
-    jaxpr = body.closed.jaxpr
-    walk = _Walk()
-    given = [1.0 if i in operands else 0.0 for i in range(len(jaxpr.invars))]
-    degrees = walk.through(jaxpr, given)
+def grown(body: Body, degrees: Sequence[Degree]) -> tuple[list[Degree], str]:
+    """The degrees of what a Body gives, from those of its operands: 1 of what grows, 0 of what does not.
+
+    With them the primitive by which a result of what grows does not grow in proportion; empty if all do.
+    """
+    jaxpr, walk = body.closed.jaxpr, _Walk()
+    found = walk.through(jaxpr, degrees)
     if walk.bent:
-        return walk.bent
+        return found, walk.bent
     makers = {v: eqn.primitive.name for eqn in jaxpr.eqns for v in eqn.outvars}
-    wrong = (
-        v for v, d in zip(jaxpr.outvars, degrees, strict=True) if v in walk.depending and d not in (1.0, None)
-    )
-    return next((makers.get(v, "copy") for v in wrong), "")
+    pairs = zip(jaxpr.outvars, found, strict=True)
+    wrong = (v for v, degree in pairs if v in walk.depending and degree not in (1.0, None))
+    return found, next((makers.get(v, "copy") for v in wrong), "")
 
 
 class _Walk:
@@ -90,9 +90,16 @@ class _Walk:
                 self.bent = self.bent or eqn.primitive.name
                 made = [0.0 if d is _BENT else d for d in made]
             known.update(zip(eqn.outvars, made, strict=True))
-            if any(not isinstance(v, jex.Literal) and v in self.depending for v in eqn.invars):
-                self.depending.update(eqn.outvars)
+            self.depending.update(self._depending(eqn))
         return [read(v) for v in jaxpr.outvars]
+
+    def _depending(self, eqn: Any) -> list[Any]:
+        """The results of an equation that depend on the operands."""
+        read = [not isinstance(v, jex.Literal) and v in self.depending for v in eqn.invars]
+        if of(eqn.primitive.name).moves is Moves.HOLDS:
+            return [v for v, depends in zip(eqn.outvars, read, strict=True) if depends]
+        asks_for_nan = eqn.primitive.name in _COMPARED and eqn.invars[0] is eqn.invars[1]
+        return eqn.outvars if any(read) and not asks_for_nan else []
 
     def _made(self, eqn: Any, degrees: Sequence[Degree]) -> list[Degree]:
         row, name = of(eqn.primitive.name), eqn.primitive.name
@@ -112,16 +119,17 @@ class _Walk:
             return [None if one is None else one - (other or 0.0)]
         if row.linear is Linear.FIRST and row.moves is not Moves.LOOKS_UP:
             return [degrees[0]] * count
+        if row.moves is Moves.HOLDS:
+            return [*degrees]
         if row.chooses and row.linear is Linear.TOGETHER:
             return [_common(degrees[1:]) if degrees[0] in (0.0, None) else _BENT]
         if row.reduces is Reduces.PLACE:
             return [0.0] * count
         if row.is_elementwise:
             found = _common(degrees)
-            is_alike = row.linear is Linear.TOGETHER or row.chooses
+            is_alike = row.linear is Linear.TOGETHER or row.chooses or name == "complex"
             return [found if is_alike or found in (0.0, None) else _BENT] * count
-        told = {d for d in degrees if d is not None and d != 0.0}
-        return [told.pop() if len(told) == 1 else (0.0 if not told else _BENT)] * count
+        return [_of_those_that_grow(degrees)] * count
 
     def _run(self, eqn: Any, degrees: Sequence[Degree]) -> list[Degree]:
         runs, params = of(eqn.primitive.name).runs, eqn.params
@@ -142,8 +150,7 @@ class _Walk:
         inner = [j.jaxpr for value in params.values() for j in jaxprs_in(value)]
         fitting = [j for j in inner if len(j.invars) == len(degrees) and len(j.outvars) == len(eqn.outvars)]
         if not fitting:  # a solver, or what calls no function
-            told = {d for d in degrees if d is not None and d != 0.0}
-            return [told.pop() if len(told) == 1 else _BENT] * len(eqn.outvars)
+            return [_of_those_that_grow(degrees)] * len(eqn.outvars)
         return self.through(fitting[0], degrees)
 
     def _loop(self, jaxpr: Any, degrees: list[Degree], begin: int, count: int) -> list[Degree]:
@@ -161,3 +168,11 @@ def _common(degrees: Sequence[Degree]) -> Degree:
     """The degree of values that are added or chosen among; zeros have any."""
     told = {d for d in degrees if d is not None}
     return None if not told else told.pop() if len(told) == 1 else _BENT
+
+
+def _of_those_that_grow(degrees: Sequence[Degree]) -> Degree:
+    """The degree of what is put together of values, whatever it is put into."""
+    told = {d for d in degrees if d is not None and d != 0.0}
+    if len(told) > 1:
+        return _BENT
+    return told.pop() if told else _common(degrees)

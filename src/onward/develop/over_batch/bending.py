@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import warnings
 
-from onward.core.jaxprs.homogeneous import bends
-from onward.core.program import Op, Program
+from onward.core.jaxprs.homogeneous import Degree, grown
+from onward.core.marks import FLOAT8_PRODUCT, ONES, SCALE_LOSS, gradient_type
+from onward.core.program import Op, Program, Variable
 from onward.core.source import user_level
 from onward.core.words import Pass
 
@@ -22,13 +23,20 @@ from onward.core.words import Pass
 def bending(program: Program) -> list[tuple[Op, str]]:
     """The ops of the backward pass whose results are not in proportion to the gradients that they read.
 
-    With each the primitive by which they are not.
+    With each the primitive by which they are not. Products in float8 round by scales of their own.
     """
-    ops = [op for op in program.ops if op.made_by is Pass.BACKWARD]
-    made = {v for op in ops for v in op.outputs}
-    read = [(op, [i for i, v in enumerate(op.inputs) if v in made]) for op in ops]
-    found = ((op, bends(op.body, given)) for op, given in read if given)
-    return [(op, why) for op, why in found if why]
+    found: list[tuple[Op, str]] = []
+    degrees: dict[Variable, Degree] = {}
+    for op in program.ops:
+        given = [degrees.get(v, 0.0) for v in op.inputs]
+        if op.made_by is Pass.BACKWARD and op.type in (ONES, SCALE_LOSS):
+            degrees.update(dict.fromkeys(op.outputs, 1.0))
+        elif op.made_by is not Pass.UPDATE and any(degree != 0.0 for degree in given):
+            made, why = grown(op.body, given)
+            if why and op.type != gradient_type(FLOAT8_PRODUCT):
+                found.append((op, why))
+            degrees.update(dict.fromkeys(op.outputs, 1.0) if why else zip(op.outputs, made, strict=True))
+    return found
 
 
 def expect_proportional(program: Program, reason: str, instead: str) -> None:
