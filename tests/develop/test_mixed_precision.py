@@ -617,3 +617,19 @@ def test_bfloat16_can_be_guarded():
     step = ow.compile(mixed_precision(guard(a_program())))
     state, _ = step(step.init(WEIGHTS), X * np.float32(np.inf), LABELS)
     assert int(state["skipped"]) == 1
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_products_of_weights_that_were_cast_by_hand_are_lowered(dtype):
+    def loss(w, x):
+        return jnp.mean(jnp.tanh(x @ w["a"].astype(dtype)) @ w["c"].astype(dtype))
+
+    w = {"a": RNG.normal(size=(6, 4)).astype("float32"), "c": RNG.normal(size=4).astype("float32")}
+    program = ow.SGD(1.0).minimize(loss, w, X)
+    lowered = mixed_precision(program, dtype)
+    read = {str(v.dtype) for op in lowered.ops if op.type == "dot_general" for v in op.inputs}
+    assert read == {dtype}
+    states = [step(step.init(w), X)[0] for step in map(ow.compile, (program, lowered))]
+    for name, value in w.items():
+        found, expected = (value - state.parameters[name] for state in reversed(states))
+        np.testing.assert_allclose(found, expected, rtol=0.03, atol=4 * MACHINE[dtype])

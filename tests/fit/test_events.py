@@ -138,3 +138,12 @@ def test_a_metric_of_several_numbers():
         ow.ArgumentError, match=r"'test_loss' is an array of shape \(2,\); expected one number"
     ):
         EarlyStop()(event("test", test_loss=np.ones(2)))
+
+
+def test_one_callback_needs_no_list():
+    x, kinds = jnp.ones((2, 1)), []
+    model = ow.Model(ow.trace(lambda w, x: jnp.mean(x @ w), x[0], x), x[0])
+    ow.Trainer(model, ow.SGD(0.1)).train([x], callbacks=lambda event: kinds.append(str(event.kind)))
+    assert kinds == ["begin", "step", "epoch", "end"]
+    ow.Trainer(model, ow.SGD(0.1)).train([x], callbacks=(kinds.append for _ in range(2)))
+    assert len(kinds) == 4 + 2 * 4
