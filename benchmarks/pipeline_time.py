@@ -113,7 +113,7 @@ def cut(model: Model, optimizer: ow.Optimizer, schedule: str, stages: int) -> Pi
     names = list(params)
     begins = [names[i * len(names) // stages] for i in range(1, stages)]
     program = optimizer.minimize(loss, params, *data)
-    return ow.pipeline(program, stages, MICRO_BATCHES, schedule, at=begins)
+    return ow.pipeline(program, stages, MICRO_BATCHES, schedule, at=begins, is_sum=False)
 
 
 def by_hand(model: Model) -> Side:
@@ -197,7 +197,8 @@ def schedule_idle(model: Model, schedule: str, stages: int) -> float:
 def one_device(model: Model) -> Side:
     """The step over the same micro-batches on one device, which waits for nothing."""
     loss, params, data = model
-    step = ow.compile(ow.accumulate(ow.SGD(_RATE).minimize(loss, params, *data), MICRO_BATCHES), roll=False)
+    program = ow.SGD(_RATE).minimize(loss, params, *data)
+    step = ow.compile(ow.accumulate(program, MICRO_BATCHES, is_sum=False), roll=False)
     return Side(step, step.init(params), data)
 
 

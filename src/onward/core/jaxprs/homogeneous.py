@@ -29,16 +29,6 @@ Degree = float | None
 """By which power of a factor a value grows where the operands do; None: it is 0, or without an end."""
 
 _BENT = float("inf")  # it grows in another way
-_POWERS = {
-    "sqrt": 0.5,
-    "rsqrt": -0.5,
-    "cbrt": 1 / 3,
-    "square": 2.0,
-    "abs": 1.0,
-    "sign": 0.0,
-    "is_finite": 0.0,
-}
-_COMPARED = ("eq", "ne", "lt", "le", "gt", "ge")
 _ENDLESS = 1e30  # a number that stands for all that is larger, as in nan_to_num
 _MOST_TURNS = 4  # until what a loop carries has its degree
 
@@ -48,7 +38,7 @@ def grown(body: Body, degrees: Sequence[Degree]) -> tuple[list[Degree], str]:
 
     With them the primitive by which a result of what grows does not grow in proportion; empty if all do.
     """
-    jaxpr, walk = body.closed.jaxpr, _Walk()
+    jaxpr, walk = body.closed.jaxpr, _Degrees()
     found = walk.through(jaxpr, degrees)
     if walk.bent:
         return found, walk.bent
@@ -58,7 +48,7 @@ def grown(body: Body, degrees: Sequence[Degree]) -> tuple[list[Degree], str]:
     return found, next((makers.get(v, "copy") for v in wrong), "")
 
 
-class _Walk:
+class _Degrees:
     """The degrees of the values of a jaxpr, and of those within.
 
     Attributes:
@@ -98,7 +88,7 @@ class _Walk:
         read = [not isinstance(v, jex.Literal) and v in self.depending for v in eqn.invars]
         if of(eqn.primitive.name).moves is Moves.HOLDS:
             return [v for v, depends in zip(eqn.outvars, read, strict=True) if depends]
-        asks_for_nan = eqn.primitive.name in _COMPARED and eqn.invars[0] is eqn.invars[1]
+        asks_for_nan = of(eqn.primitive.name).compares and eqn.invars[0] is eqn.invars[1]
         return eqn.outvars if any(read) and not asks_for_nan else []
 
     def _made(self, eqn: Any, degrees: Sequence[Degree]) -> list[Degree]:
@@ -106,10 +96,10 @@ class _Walk:
         count = len(eqn.outvars)
         if row.runs is not None:
             return self._run(eqn, degrees)
-        if name in _COMPARED:
+        if row.compares:
             return [_BENT if _common(degrees) is _BENT else 0.0]
-        if name in _POWERS or name == "integer_pow":
-            power = eqn.params["y"] if name == "integer_pow" else _POWERS[name]
+        power = eqn.params["y"] if name == "integer_pow" else row.power
+        if power is not None:
             return [None if degrees[0] is None else degrees[0] * power]
         if row.linear is Linear.EACH:
             one, other = degrees

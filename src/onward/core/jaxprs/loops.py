@@ -52,10 +52,9 @@ def gives_results(body: Body) -> bool:
 
     >>> import jax, jax.numpy as jnp, onward as ow
     >>> loop = lambda x: jax.lax.scan(lambda c, _: (c + 1, None), x, None, 2)[0]
-    >>> gives_results(ow.graph.body_of(loop, 1.0))
-    True
-    >>> gives_results(ow.graph.body_of(lambda x: [loop(x), x], 1.0))
-    False
+    >>> x = jnp.float32(1.0)
+    >>> gives_results(ow.graph.body_of(loop, x)), gives_results(ow.graph.body_of(lambda x: [loop(x), x], x))
+    (True, False)
     """
     if len(body.equations) != 1:
         return False

@@ -143,6 +143,8 @@ class Primitive:
         on_last: how many of its operands' last axes it looks at together, or the parameter that is as long;
             those before count problems of their own.
         linear: in which operands it is linear.
+        power: of a positive factor of its operand, the power by which its result is multiplied.
+        compares: its result says how its operands compare.
         multiplies: its result is the product of its operands, or of one with itself.
         commutes: its two operands may be exchanged.
         chooses: each number of the result is one of those that stand in its place in the operands.
@@ -183,6 +185,8 @@ class Primitive:
     along: str = ""
     on_last: int | str | None = None
     linear: Linear | None = None
+    power: float | None = None
+    compares: bool = False
     multiplies: bool = False
     commutes: bool = False
     chooses: bool = False
