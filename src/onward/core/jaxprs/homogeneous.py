@@ -67,8 +67,8 @@ class _Degrees:
 
         def read(v: Any) -> Degree:
             if isinstance(v, jex.Literal):
-                value = np.abs(literal_value(v))
-                return None if value.size and np.all((value == 0) | (value >= _ENDLESS)) else 0.0
+                value = literal_value(v)
+                return None if value.dtype.kind == "V" or _is_without_end(np.abs(value)) else 0.0
             return known.get(v, 0.0)
 
         for eqn in jaxpr.eqns:
@@ -152,6 +152,11 @@ class _Degrees:
                 break
             degrees[begin : begin + count] = carried
         return found
+
+
+def _is_without_end(value: Any) -> bool:
+    """Whether numbers are 0, or stand for all that are larger."""
+    return bool(value.size) and bool(np.all((value == 0) | (value >= _ENDLESS)))
 
 
 def _common(degrees: Sequence[Degree]) -> Degree:
