@@ -58,7 +58,7 @@ def _moved(call: Call, row: Primitive) -> Ties:
         return _MOVES[row.moves](call)
     if row.update:
         return _scattered(call)
-    if row.is_elementwise or row.along or row.moves in (Moves.KEEPS, Moves.HOLDS, Moves.ROUNDS):
+    if row.is_elementwise or row.along or row.keeps_places:
         return _each(call, axes_along(call))
     if row.work in _WINDOWS:
         return _each(call, [i for i, n in enumerate(call.params["window_dimensions"]) if n > 1])

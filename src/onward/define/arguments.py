@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -148,13 +149,23 @@ def _has_equinox_base(value: Any) -> bool:
     return any(base.__module__.partition(".")[0] == "equinox" for base in type(value).__mro__)
 
 
-def traced_again(
+@contextmanager
+def tracing_again(
     first: Sequence[Specification], now: Sequence[Specification], carried: Iterable[Specification] = ()
-) -> str:
-    """In words, that a function which was traced before is now given arrays of other shapes.
+) -> Iterator[None]:
+    """Say, in an error of what is traced inside, that arrays of other shapes were given than before.
 
     What is ``carried`` on from step to step stays as it was, though it may be as long.
     """
+    try:
+        yield
+    except TraceError as error:
+        raise TraceError(f"{error}{_traced_again(first, now, carried)}") from error.__cause__
+
+
+def _traced_again(
+    first: Sequence[Specification], now: Sequence[Specification], carried: Iterable[Specification]
+) -> str:
     changed = [
         ("/".join(filter(None, (before.name, old.path))), old.type.shape, new.type.shape)
         for before, other in zip(first, now, strict=True)

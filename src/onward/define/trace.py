@@ -28,7 +28,7 @@ from onward.core.structure import Static, describe
 from onward.core.traces import Traces
 from onward.core.walk import name_of
 from onward.core.words import Kind
-from onward.define.arguments import Leaf, Specification, Type, specify, traced_again, type_of
+from onward.define.arguments import Leaf, Specification, Type, specify, tracing_again, type_of
 from onward.define.assembly import Traced, assemble
 from onward.define.context import Context, current_context
 from onward.define.lazy import NAMING, Lazy, LazyCall, data_in, has_lazy, lazies_in, leaves, made, resolved
@@ -165,11 +165,8 @@ class _TracedFunction:
         specified = tuple(s.retyped(specify(d, s.name)) for d, s in zip(data[:count], self.data, strict=True))
         feed = dict(zip(self.feed, data[count:], strict=True))
         again = replace(self, data=specified, feed=feed, batch_size=None)
-        try:
+        with tracing_again(self.data, specified, [] if self.state is None else [self.state]):
             return again.program()
-        except TraceError as error:
-            carried = [] if self.state is None else [self.state]
-            raise TraceError(f"{error}{traced_again(self.data, specified, carried)}") from error.__cause__
 
     def for_test(self) -> Program:
         """The forward Program as it is when nothing is trained."""

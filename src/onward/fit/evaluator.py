@@ -17,7 +17,6 @@ import numpy as np
 from onward.core.compiler import compiled_alone
 from onward.core.errors import ArgumentError, NotPickled, StateError, nearest
 from onward.core.pointing import Pointing
-from onward.core.primitives.traits import Moves
 from onward.core.program import Program, Variable
 from onward.core.structure import path_name
 from onward.core.walk import find, name_of, producers
@@ -32,8 +31,6 @@ from onward.execute.step import Step
 from onward.execute.tuning import Tuning
 from onward.fit.model import EvaluationRequest, Model, expect_model
 from onward.fit.over_reader import OfReader, ReaderNumbers
-
-_WIRES = (Moves.KEEPS, Moves.HOLDS, Moves.ROUNDS)
 
 
 class Evaluator(NotPickled, Pointing):
@@ -127,7 +124,8 @@ class Evaluator(NotPickled, Pointing):
                 but of what each batch brings whole, as the matrix of a graph. Empty batches are left out.
 
         Raises:
-            ArgumentError: an empty reader, one of the wrong structure, or without what the numbers need.
+            ArgumentError: an empty reader, one of the wrong structure, or without what the numbers need; values
+                of other shapes from batch to batch; a number beside the loss that is named ``loss``.
 
         Warns:
             UserWarning: a number that no batch tells its part of, such as a median: the mean is given; or
@@ -334,7 +332,7 @@ def _expect_one_loss(program: Program) -> None:
     makers, v = producers(program), named[0]
     while v is not program.loss:
         op = makers.get(v)
-        if op is None or op.primitive.moves not in _WIRES or len(op.inputs) != 1:
+        if op is None or not op.primitive.keeps_places or len(op.inputs) != 1:
             raise ArgumentError(
                 f"{program.name} returns a number beside the loss that is named 'loss', and is another one. "
                 "Give it another name, such as 'cross_entropy'."

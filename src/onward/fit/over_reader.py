@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -115,26 +115,12 @@ class ReaderNumbers:
         self.rows = self.batches = self.other = 0
         self.plain: dict[str, Any] = dict.fromkeys(self.parts.results, 0.0)
         self.total = {v: _nothing(v, follows) for v, follows in self.parts.found.items()}
-        self._whole: dict[str, Any] = {}  # what each batch brings whole
-        self._differing: dict[str, None] = {}
-        self._has_other_length = False  # of all data together
+        self._whole = _WholeData(reader)
         self._waiting: tuple[int, bool, Mapping[str, Any]] | None = None
 
     def look(self, fed: Mapping[str, Any]) -> None:
         """Note what of a batch is taken to hold no examples, and is another one than before."""
-        parts = self.parts
-        if not parts.split:
-            return
-        known, (leader, *_) = parts.part.variables, parts.split
-        for name, x in self.reader.arrays(fed):
-            if name in parts.split or name not in known or known[name].may_be_key or not jnp.ndim(x):
-                continue
-            if not (name in parts.by_chance or jnp.shape(x)[0] in known[leader].shape[1:]):
-                continue
-            first = self._whole.setdefault(name, x)
-            if first is not x and not np.array_equal(first, x, equal_nan=known[name].is_float):
-                self._has_other_length |= name in parts.by_chance
-                self._differing[name] = None
+        self._whole.look(fed)
 
     def add(self, rows: int, twice: bool, values: Mapping[str, Any]) -> None:
         """Count a batch of so many examples; its values are read once the next one is on its way."""
@@ -148,7 +134,7 @@ class ReaderNumbers:
         rows, twice, values = waiting
         self._count(rows, {name: values[v.name] for name, v in self.parts.results.items()})
         size = 2 * rows if twice else rows
-        if self._has_other_length:
+        if self._whole.is_cut:
             return
         for v, follows in self.parts.found.items():
             x = np.asarray(values[v.name], np.float64)
@@ -181,7 +167,7 @@ class ReaderNumbers:
         if not rows:
             raise ArgumentError(f"{self.parts.part.name}: the reader has no example: all batches are empty.")
         means = {name: x / rows for name, x in zip(self.plain, plain, strict=True)}
-        self.other, is_one_length = of_processes([self.other, self._has_other_length]).max(0).astype(int)
+        self.other, is_one_length = of_processes([self.other, self._whole.is_cut]).max(0).astype(int)
         if is_one_length:
             why = one_length(self.parts.part, (*self.parts.split, *sorted(self.parts.by_chance)))
             self.apart = dict.fromkeys(self.parts.results, why)
@@ -212,14 +198,8 @@ class ReaderNumbers:
 
     def _warn(self) -> None:
         name = self.parts.part.name
-        for data in () if self._has_other_length else self._differing:
-            v, leader = self.parts.part[data], self.parts.part[self.parts.split[0]]
-            warnings.warn(
-                f"{name}: {data!r} ({v.type}) is not as long as {leader.name!r} ({leader.type}), so that it "
-                "holds no examples, and it differs from batch to batch. Examples are the first axis of all "
-                "data: put them there, such as x.swapaxes(0, 1).",
-                stacklevel=user_level(),
-            )
+        for words in self._whole.warnings():
+            warnings.warn(words, stacklevel=user_level())
         if self.other:
             warnings.warn(
                 f"{name}: for a batch of {self.other} examples the function builds another graph than for "
@@ -233,6 +213,47 @@ class ReaderNumbers:
                 "over batches is given, each by its number of examples. Return what it is made of, such as "
                 "sums and counts; or test on one batch.",
                 stacklevel=user_level(),
+            )
+
+
+class _WholeData:
+    """What the batches bring that is taken to hold no examples, and whether it is always the same.
+
+    Attributes:
+        is_cut: some of it differs, and is as long as the batch: it seems to hold examples.
+    """
+
+    def __init__(self, reader: OfReader) -> None:
+        self.is_cut = False
+        self._reader = reader
+        self._first: dict[str, Any] = {}
+        self._differing: dict[str, None] = {}
+
+    def look(self, fed: Mapping[str, Any]) -> None:
+        """Note what of a batch is another one than before."""
+        parts = self._reader.parts
+        if not parts.split:
+            return
+        known, (leader, *_) = parts.part.variables, parts.split
+        for name, x in self._reader.arrays(fed):
+            if name in parts.split or name not in known or known[name].may_be_key or not jnp.ndim(x):
+                continue
+            if not (name in parts.by_chance or jnp.shape(x)[0] in known[leader].shape[1:]):
+                continue
+            first = self._first.setdefault(name, x)
+            if first is not x and not np.array_equal(first, x, equal_nan=known[name].is_float):
+                self.is_cut |= name in parts.by_chance
+                self._differing[name] = None
+
+    def warnings(self) -> Iterator[str]:
+        """In words, what differs and is not as long as the batch."""
+        parts = self._reader.parts
+        for data in () if self.is_cut else self._differing:
+            v, leader = parts.part[data], parts.part[parts.split[0]]
+            yield (
+                f"{parts.part.name}: {data!r} ({v.type}) is not as long as {leader.name!r} ({leader.type}), "
+                "so that it holds no examples, and it differs from batch to batch. Examples are the first "
+                "axis of all data: put them there, such as x.swapaxes(0, 1)."
             )
 
 

@@ -14,7 +14,6 @@ from onward.core.primitives.table import of
 from onward.core.primitives.traits import Moves
 
 Shape = tuple[int, ...]
-_BY_PLACE = (Moves.KEEPS, Moves.ROUNDS, Moves.HOLDS)
 
 
 def inlined(body: Body) -> Body:
@@ -109,7 +108,7 @@ class _ByNumber:
         if not any(x.is_array for x in placed):
             return self._of_numbers(eqn, values)
         row = of(eqn.primitive.name)
-        if all(x.fits for x in placed) and (row.is_elementwise or row.moves in _BY_PLACE):
+        if all(x.fits for x in placed) and (row.is_elementwise or row.keeps_places):
             alike = [True] if len(eqn.outvars) == 1 else [x.is_array for x in placed]
             return list(map(_Placed, _computed(eqn, self._spread(values)), alike))
         if self._changes_nothing(eqn, row.moves):

@@ -124,6 +124,7 @@ class Index(Enum):
 
 
 _SAME_ORDER = (Moves.KEEPS, Moves.ROUNDS, Moves.RESHAPES)
+_SAME_PLACES = (Moves.KEEPS, Moves.HOLDS, Moves.ROUNDS)
 _VIEWS = (Moves.KEEPS, Moves.HOLDS, Moves.RESHAPES, Moves.READS_BITS)
 _BY_PLACE = (Moves.REPEATS, Moves.PERMUTES, Moves.CUTS, Moves.PADS, Moves.MAKES)
 _OF_ONE = (*_SAME_ORDER, Moves.PERMUTES, Moves.REPEATS, Moves.CUTS, Moves.CUTS_AT)
@@ -226,6 +227,11 @@ class Primitive:
     def keeps_order(self) -> bool:
         """Whether its result holds the numbers of its operand, all of them and in their order."""
         return self.moves in _SAME_ORDER
+
+    @property
+    def keeps_places(self) -> bool:
+        """Whether its results hold the numbers of its operands, each where it stood."""
+        return self.moves in _SAME_PLACES
 
     @property
     def is_view(self) -> bool:

@@ -9,12 +9,11 @@ from typing import Any
 
 import jax
 
-from onward.core.errors import TraceError
 from onward.core.jaxprs.differentiated import hidden_calls
 from onward.core.jaxprs.tracing import current_axis, since, traced
 from onward.core.program import Program, Recipe
 from onward.core.structure import Static
-from onward.define.arguments import Leaf, Specification, specify, traced_again
+from onward.define.arguments import Leaf, Specification, specify, tracing_again
 from onward.define.context import Context
 from onward.define.trace import explaining
 from onward.derive.update.foreign import ForeignUpdate
@@ -114,11 +113,8 @@ class AdoptedStep:
         supply = iter(data)
         plain = {i: s if i in self.places else next(supply) for i, s in self.call.plain.items()}
         call = replace(self.call, plain=plain)
-        try:
+        with tracing_again(self.data, data, (s for i, s in self.call.plain.items() if i in self.places)):
             found = traced_apart(call, self.training)
-        except TraceError as error:
-            carried = (s for i, s in self.call.plain.items() if i in self.places)
-            raise TraceError(f"{error}{traced_again(self.data, data, carried)}") from error.__cause__
         return cut(found, self.pairs, self.places)
 
 

@@ -19,15 +19,7 @@ from onward.core.structure import Signature, Static, Structure
 from onward.core.words import Kind, Placement
 from onward.define.arguments import Leaf, Specification
 from onward.explain.inspect.call import CalledStep
-from onward.explain.inspect.carried import (
-    Pair,
-    carried,
-    expect_carried,
-    expect_same_types,
-    expect_sure,
-    next_values,
-    without,
-)
+from onward.explain.inspect.carried import Ends, Pair, next_values, without
 from onward.explain.inspect.flow import Provenance
 from onward.explain.inspect.loops import differentiated, ops_of, roles_of
 from onward.explain.inspect.naming import named
@@ -107,15 +99,8 @@ def _pairs(
     call: CalledStep, given: Given, returned: Structure, flow: Provenance, told: Sequence[str] | None
 ) -> list[Pair]:
     """The results with the arguments that they replace, or an error that asks."""
-    arguments, known = [*given.parts()], given.named(told, call)
-    results = [*parts_of(returned, None)]
-    pairs = carried(arguments, results, flow, known)
-    expect_same_types(pairs, arguments, results, flow, call.title, call.names, known)
-    if known is None:
-        expect_sure(pairs, arguments, flow, call.title, call.names)
-    else:
-        expect_carried(pairs, known, call.title)
-    return pairs
+    parts = [*given.parts()], [*parts_of(returned, None)]
+    return Ends(*parts, flow, call.title, call.names, given.named(told, call)).pairs()
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,11 +141,11 @@ class Given:
         """Those of the other plain arguments."""
         return tuple(v for i, s in self.plain.items() if i not in places for v in s.variables)
 
-    def named(self, told: Sequence[str] | None, call: CalledStep) -> list[Variable] | None:
+    def named(self, told: Sequence[str] | None, call: CalledStep) -> frozenset[Variable] | None:
         """The Variables of the arguments of these names, or below these places in them."""
         if told is None:
             return None
-        found: list[Variable] = []
+        found: set[Variable] = set()
         for name in told:
             below = [
                 v for s in self.plain.values() for v in s.variables if f"{v.name}/".startswith(f"{name}/")
@@ -170,8 +155,8 @@ class Given:
                     f"carried= names {name!r}, and {call.title} takes no such argument of arrays. "
                     f"{nearest(name, [call.names[i] for i in self.plain])}"
                 )
-            found += below
-        return found
+            found.update(below)
+        return frozenset(found)
 
     def parts(self) -> Iterator[TreePart]:
         """Every part of every plain argument."""

@@ -8,7 +8,8 @@ which it is, a person is asked.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -23,97 +24,128 @@ Pair = tuple[TreePart, TreePart]
 Choice = tuple[TreePart, list[TreePart]]
 
 
-def carried(
-    arguments: Sequence[TreePart],
-    results: Sequence[TreePart],
-    flow: Provenance,
-    told: Collection[Variable] | None = None,
-) -> list[Pair]:
-    """The pairs (result, argument) of parts where the result is the next value of the argument.
+@dataclass(frozen=True, eq=False)
+class Ends:
+    """What a step is given and what it returns, and what shows which of the one replaces which of the other.
 
-    The largest parts are matched first. A number alone comes last, and counts only beside something else that
-    is carried on: among metrics it is one of them. ``told``: the Variables that a person says are carried.
+    Attributes:
+        arguments: every part of what it is given.
+        results: every part of what it returns.
+        flow: how the one is computed of the other.
+        title: what the step is called in messages.
+        names: those of its arguments.
+        told: the Variables that a person says are carried on; None if nobody says.
     """
-    by_form: dict[Any, list[TreePart]] = {}
-    for part in arguments:
-        if told is None or set(part.variables) <= set(told):
+
+    arguments: Sequence[TreePart]
+    results: Sequence[TreePart]
+    flow: Provenance
+    title: str
+    names: Sequence[str]
+    told: frozenset[Variable] | None = None
+
+    def pairs(self) -> list[Pair]:
+        """The pairs (result, argument) of parts where the result is the next value of the argument.
+
+        Raises:
+            ArgumentError: nothing shows whether a result is a next value, or one comes back in another dtype,
+                or what a person says is carried on is not.
+        """
+        pairs = self._matched()
+        self._expect_same_types(pairs)
+        if self.told is None:
+            self._expect_sure(pairs)
+        else:
+            self._expect_told(pairs, self.told)
+        return pairs
+
+    def _may_replace(self, new: TreePart, old: TreePart) -> bool:
+        """Whether what a result is computed from lets it be the next value of an argument."""
+        return self._is_meant(old) and self.flow.share(new, old, self.told is not None) >= 0
+
+    def _is_meant(self, old: TreePart) -> bool:
+        """Whether nobody says otherwise than that an argument is carried on."""
+        return self.told is None or self.told.issuperset(old.variables)
+
+    def _matched(self) -> list[Pair]:
+        """The largest parts are matched first.
+
+        A number alone comes last, and counts only beside something else that is carried on: among metrics it
+        is one of them.
+        """
+        by_form: dict[Any, list[TreePart]] = {}
+        for part in self.arguments:
             by_form.setdefault(part.form, []).append(part)
-    choices: list[Choice] = []
-    for new in results:
-        if choices and new.within(choices[-1][0]):
-            continue
-        same = [old for old in by_form.get(new.form, ()) if old.is_built_as(new)]
-        choices.append((new, [old for old in same if flow.share(new, old, told is not None) >= 0]))
-        if not choices[-1][1]:
-            choices.pop()
-    pairs = _decided([choice for choice in choices if not choice[0].is_numbers], flow)
-    numbers = [choice for choice in choices if choice[0].is_numbers]
-    return pairs + _decided(_beside(numbers, pairs), flow)
-
-
-def unsure(pairs: Sequence[Pair], arguments: Iterable[TreePart], flow: Provenance) -> list[Pair]:
-    """The pairs of which nothing shows whether the result is a next value, or made of a batch.
-
-    What the loss does not look at, as the running statistics of a batch, is carried on. Anything else that
-    the forward pass makes may be a result if it is as long as the batch, or if there is no other data.
-    """
-    doubtful = [pair for pair in pairs if flow.is_doubtful(*pair)]
-    if not doubtful:
-        return []
-    state = [old for pair in pairs for old in pair[1:]]
-    alone = [part for part in arguments if jax.tree_util.treedef_is_leaf(part.treedef)]
-    data = [part for part in alone if not any(part.within(old) for old in state)]
-    lengths = {v.shape[0] for part in data for v in part.variables if v.shape}
-
-    def is_as_long(old: TreePart) -> bool:
-        return not lengths or any(v.shape and v.shape[0] in lengths for v in old.variables)
-
-    return [(new, old) for new, old in doubtful if is_as_long(old)]
-
-
-def expect_sure(
-    pairs: Sequence[Pair], arguments: Sequence[TreePart], flow: Provenance, title: str, names: Sequence[str]
-) -> None:
-    """Raise ``ArgumentError`` for a result of which nothing shows whether it is carried on."""
-    for new, old in unsure(pairs, arguments, flow):
-        places = sorted({other.place for _, other in pairs if other is not old} - {old.place})
-        known = [names[place] for place in places]
-        name = old.variables[0].name if len(old.variables) == 1 else names[old.place]
-        raise ArgumentError(
-            f"{title} returns {_types(new)} as its result number {new.place + 1}, which the forward pass "
-            f"makes of its argument {name!r} and which is built as that is. Nothing shows whether it is the "
-            "next value, as the hidden state of a recurrent network is, or a result, as a reconstruction of "
-            f"the batch is. Say what is carried on from step to step: carried={[*known, name]} if it is the "
-            f"next value, carried={known} if it is a result."
-        )
-
-
-def expect_same_types(
-    pairs: Sequence[Pair],
-    arguments: Iterable[TreePart],
-    results: Iterable[TreePart],
-    flow: Provenance,
-    title: str,
-    names: Sequence[str],
-    told: Collection[Variable] | None = None,
-) -> None:
-    """Raise ``ArgumentError`` for a result that would replace an argument, were it not of another dtype."""
-    news, olds = [new for new, _ in pairs], [old for _, old in pairs]
-    given = [o for o in arguments if not any(_overlap(o, old) for old in olds)]
-    for new in results:
-        if any(_overlap(new, other) for other in news):
-            continue
-        for old in given:
-            if told is not None and not set(old.variables) <= set(told):
+        choices: list[Choice] = []
+        for new in self.results:
+            if choices and new.within(choices[-1][0]):
                 continue
-            if not _is_retyped(new, old) or flow.share(new, old, told is not None) < 0:
+            same = [old for old in by_form.get(new.form, ()) if old.is_built_as(new)]
+            choices.append((new, [old for old in same if self._may_replace(new, old)]))
+            if not choices[-1][1]:
+                choices.pop()
+        pairs = _decided([choice for choice in choices if not choice[0].is_numbers], self.flow)
+        numbers = [choice for choice in choices if choice[0].is_numbers]
+        return pairs + _decided(_beside(numbers, pairs), self.flow)
+
+    def _unsure(self, pairs: Sequence[Pair]) -> list[Pair]:
+        """The pairs of which nothing shows whether the result is a next value, or made of a batch.
+
+        What the loss does not look at, as the running statistics of a batch, is carried on. Anything else
+        that the forward pass makes may be a result if it is as long as the batch, or if there is no other
+        data.
+        """
+        doubtful = [pair for pair in pairs if self.flow.is_doubtful(*pair)]
+        if not doubtful:
+            return []
+        state = [old for _, old in pairs]
+        alone = [part for part in self.arguments if jax.tree_util.treedef_is_leaf(part.treedef)]
+        data = [part for part in alone if not any(part.within(old) for old in state)]
+        lengths = {v.shape[0] for part in data for v in part.variables if v.shape}
+
+        def is_as_long(old: TreePart) -> bool:
+            return not lengths or any(v.shape and v.shape[0] in lengths for v in old.variables)
+
+        return [(new, old) for new, old in doubtful if is_as_long(old)]
+
+    def _expect_sure(self, pairs: Sequence[Pair]) -> None:
+        for new, old in self._unsure(pairs):
+            known = self._named(other for _, other in pairs if other.place != old.place)
+            name = old.variables[0].name if len(old.variables) == 1 else self.names[old.place]
+            raise ArgumentError(
+                f"{self.title} returns {_types(new)} as its result number {new.place + 1}, which the forward "
+                f"pass makes of its argument {name!r} and which is built as that is. Nothing shows whether "
+                "it is the next value, as the hidden state of a recurrent network is, or a result, as a "
+                "reconstruction of the batch is. Say what is carried on from step to step: "
+                f"carried={[*known, name]} if it is the next value, carried={known} if it is a result."
+            )
+
+    def _expect_same_types(self, pairs: Sequence[Pair]) -> None:
+        """Raise ``ArgumentError`` for a result that would replace an argument but for its dtype."""
+        news, olds = [new for new, _ in pairs], [old for _, old in pairs]
+        left = [new for new in self.results if not any(_overlap(new, other) for other in news)]
+        given = [old for old in self.arguments if not any(_overlap(old, other) for other in olds)]
+        for new, old in ((new, old) for new in left for old in given):
+            if not (_is_retyped(new, old) and self._may_replace(new, old)):
                 continue
-            if _stands_beside(new, old, news, olds) or _moves_on(new, old, flow):
-                places = {o.place for o in olds}
-                known = [names[place] for place in sorted(places)]
-                may_say = told is None and old.place not in places
-                or_else = f" If it is a result, say so: carried={known}." if may_say else ""
-                raise ArgumentError(_retyped(new, old, title) + or_else)
+            if _stands_beside(new, old, news, olds) or _moves_on(new, old, self.flow):
+                may_say = self.told is None and old.place not in {o.place for o in olds}
+                or_else = f" If it is a result, say so: carried={self._named(olds)}." if may_say else ""
+                raise ArgumentError(_retyped(new, old, self.title) + or_else)
+
+    def _expect_told(self, pairs: Sequence[Pair], told: frozenset[Variable]) -> None:
+        """Raise ``ArgumentError`` for what a person says is carried on, and no result replaces."""
+        replaced = {v for _, old in pairs for v in old.variables}
+        if lost := [v for part in self.arguments for v in part.variables if v in told - replaced]:
+            raise ArgumentError(
+                f"{self.title} returns nothing that is built as {lost[0].name!r} ({lost[0].type}) and "
+                "computed from it, so it is not carried on. Leave it out of carried=, or return its next "
+                "value."
+            )
+
+    def _named(self, parts: Iterable[TreePart]) -> list[str]:
+        """The names of the arguments in which these lie."""
+        return [self.names[place] for place in sorted({part.place for part in parts})]
 
 
 def _is_retyped(new: TreePart, old: TreePart) -> bool:
@@ -152,16 +184,6 @@ def _retyped(new: TreePart, old: TreePart, title: str) -> str:
         f"step would be another function. Begin with jnp.asarray(..., {str(n.dtype)!r}), or return it as it "
         f"came: .astype({str(o.dtype)!r})."
     )
-
-
-def expect_carried(pairs: Sequence[Pair], told: Iterable[Variable], title: str) -> None:
-    """Raise ``ArgumentError`` for what a person says is carried on, and no result replaces."""
-    replaced = {v for _, old in pairs for v in old.variables}
-    if lost := [v for v in told if v not in replaced]:
-        raise ArgumentError(
-            f"{title} returns nothing that is built as {lost[0].name!r} ({lost[0].type}) and computed from "
-            "it, so it is not carried on. Leave it out of carried=, or return its next value."
-        )
 
 
 def _types(part: TreePart) -> str:

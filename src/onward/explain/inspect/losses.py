@@ -18,8 +18,7 @@ from onward.core.words import Pass
 from onward.explain.inspect.passes import is_mixed
 
 Pair = tuple[Variable, Variable]
-_AS_IS = (Moves.KEEPS, Moves.HOLDS, Moves.ROUNDS, Moves.RESHAPES)
-_LAID = (*_AS_IS, Moves.JOINS, Moves.PERMUTES, Moves.CUTS)
+_LAID = (Moves.RESHAPES, Moves.JOINS, Moves.PERMUTES, Moves.CUTS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +98,7 @@ def _hands_on(op: Op) -> bool:
     """Whether the backward pass of an op hands on the gradient as it is: a sum, or a move."""
     row = op.primitive
     adds = row.linear is Linear.TOGETHER and row.is_elementwise and not row.chooses
-    return adds or row.moves in _AS_IS
+    return adds or row.keeps_places or row.moves is Moves.RESHAPES
 
 
 class _Begins:
@@ -182,7 +181,7 @@ def _of_losses(op: Op, found: Mapping[Variable, int], carried: Collection[Variab
     row, bits = op.primitive, _bits(found, op.inputs)
     reads = [found.get(v, 0) for v in op.inputs]
     alone = all(each or v in carried for v, each in zip(op.inputs, reads, strict=True))
-    lays = row.moves in _LAID or row.exchanges is not None or row.reduces is Reduces.SUM
+    lays = row.keeps_places or row.moves in _LAID or row.exchanges is not None or row.reduces is Reduces.SUM
     if alone and (lays or (row.linear is Linear.TOGETHER and row.is_elementwise)):
         return bits
     numbers = all(not v.shape for v in op.inputs)
