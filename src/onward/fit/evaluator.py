@@ -124,8 +124,8 @@ class Evaluator(NotPickled, Pointing):
                 but of what each batch brings whole, as the matrix of a graph. Empty batches are left out.
 
         Raises:
-            ArgumentError: an empty reader, one of the wrong structure, or without what the numbers need; values
-                of other shapes from batch to batch; a number beside the loss that is named ``loss``.
+            ArgumentError: an empty reader, one of the wrong structure, or without what the numbers need;
+                values of other shapes from batch to batch; a number beside the loss that is named ``loss``.
 
         Warns:
             UserWarning: a number that no batch tells its part of, such as a median: the mean is given; or
