@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import onward as ow
+from onward.core.jaxprs.homogeneous import grown
 from onward.develop.over_batch.bending import bending
 
 W, X = np.full((3, 3), 0.3, "float32"), np.random.default_rng(0).normal(size=(8, 3)).astype("float32")
@@ -65,6 +66,14 @@ def test_what_is_in_proportion_is_told_from_what_is_not(place: str):
     found = {name: bending(trained(rule, place)) for name, rule in IN_PROPORTION.items()}
     assert {name: why for name, why in found.items() if why} == {}
     assert [name for name, rule in BENT.items() if not bending(trained(rule, place))] == []
+
+
+def test_what_a_call_gives_beside_the_gradient_depends_on_what_it_is_made_of():
+    def found(rule: Any) -> Any:
+        return grown(ow.graph.body_of(lambda g, x: [*jax.jit(rule)(g, x)], W, W), [1.0, 0.0])
+
+    assert found(lambda g, x: (2 * g, 3 * x)) == ([1.0, 0.0], "")
+    assert found(lambda g, x: (2 * g, jnp.sign(g))) == ([1.0, 0.0], "jit")
 
 
 LAYOUTS: dict[str, Any] = {

@@ -15,7 +15,7 @@ is not, and computes something else where a loss, or its scale, is another one; 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.extend import core as jex
@@ -33,69 +33,81 @@ _ENDLESS = 1e30  # a number that stands for all that is larger, as in nan_to_num
 _MOST_TURNS = 4  # until what a loop carries has its degree
 
 
+class _Growth(NamedTuple):
+    """How a value grows, and whether it depends on the operands that do."""
+
+    degree: Degree
+    depends: bool
+
+
+_FIXED = _Growth(0.0, depends=False)
+
+
 def grown(body: Body, degrees: Sequence[Degree]) -> tuple[list[Degree], str]:
     """The degrees of what a Body gives, from those of its operands: 1 of what grows, 0 of what does not.
 
     With them the primitive by which a result of what grows does not grow in proportion; empty if all do.
     """
-    jaxpr, walk = body.closed.jaxpr, _Degrees()
-    found = walk.through(jaxpr, degrees)
+    jaxpr, walk = body.closed.jaxpr, _Growths()
+    found = walk.through(jaxpr, [_Growth(degree, depends=degree != 0.0) for degree in degrees])
+    made = [growth.degree for growth in found]
     if walk.bent:
-        return found, walk.bent
+        return made, walk.bent
     makers = {v: eqn.primitive.name for eqn in jaxpr.eqns for v in eqn.outvars}
     pairs = zip(jaxpr.outvars, found, strict=True)
-    wrong = (v for v, degree in pairs if v in walk.depending and degree not in (1.0, None))
-    return found, next((makers.get(v, "copy") for v in wrong), "")
+    wrong = (v for v, growth in pairs if growth.depends and growth.degree not in (1.0, None))
+    return made, next((makers.get(v, "copy") for v in wrong), "")
 
 
-class _Degrees:
-    """The degrees of the values of a jaxpr, and of those within.
+class _Growths:
+    """How the values of a jaxpr grow, and those within.
 
     Attributes:
         bent: the first primitive behind which nothing is known.
-        depending: the values that depend on the operands.
     """
 
     def __init__(self) -> None:
         self.bent = ""
-        self.depending: set[Any] = set()
 
-    def through(self, jaxpr: Any, given: Sequence[Degree]) -> list[Degree]:
-        """The degrees of its results."""
-        known: dict[Any, Degree] = dict(zip(jaxpr.invars, given, strict=True))
-        self.depending.update(v for v, degree in known.items() if degree != 0.0)
+    def through(self, jaxpr: Any, given: Sequence[_Growth]) -> list[_Growth]:
+        """How its results grow."""
+        known: dict[Any, _Growth] = dict(zip(jaxpr.invars, given, strict=True))
 
-        def read(v: Any) -> Degree:
+        def read(v: Any) -> _Growth:
             if isinstance(v, jex.Literal):
                 value = literal_value(v)
-                return None if value.dtype.kind == "V" or _is_without_end(np.abs(value)) else 0.0
-            return known.get(v, 0.0)
+                is_free = value.dtype.kind == "V" or _is_without_end(np.abs(value))
+                return _FIXED._replace(degree=None) if is_free else _FIXED
+            return known.get(v, _FIXED)
 
         for eqn in jaxpr.eqns:
-            degrees = [read(v) for v in eqn.invars]
-            if all(d == 0.0 for d in degrees):
+            operands = [read(v) for v in eqn.invars]
+            if all(growth == _FIXED for growth in operands):
                 continue
-            made = self._made(eqn, degrees)
-            if _BENT in made:
+            made = self._grown(eqn, operands)
+            if any(growth.degree is _BENT for growth in made):
                 self.bent = self.bent or eqn.primitive.name
-                made = [0.0 if d is _BENT else d for d in made]
+                made = [_Growth(0.0, g.depends) if g.degree is _BENT else g for g in made]
             known.update(zip(eqn.outvars, made, strict=True))
-            self.depending.update(self._depending(eqn))
         return [read(v) for v in jaxpr.outvars]
 
-    def _depending(self, eqn: Any) -> list[Any]:
-        """The results of an equation that depend on the operands."""
-        read = [not isinstance(v, jex.Literal) and v in self.depending for v in eqn.invars]
-        if of(eqn.primitive.name).moves is Moves.HOLDS:
-            return [v for v, depends in zip(eqn.outvars, read, strict=True) if depends]
-        asks_for_nan = of(eqn.primitive.name).compares and eqn.invars[0] is eqn.invars[1]
-        return eqn.outvars if any(read) and not asks_for_nan else []
+    def _grown(self, eqn: Any, operands: Sequence[_Growth]) -> list[_Growth]:
+        row = of(eqn.primitive.name)
+        if row.runs is not None:
+            return self._run(eqn, operands)
+        made = self._made(eqn, [growth.degree for growth in operands])
+        if row.moves is Moves.HOLDS:
+            depends = [growth.depends for growth in operands]
+        else:
+            asks_for_nan = row.compares and eqn.invars[0] is eqn.invars[1]
+            depends = [any(growth.depends for growth in operands) and not asks_for_nan] * len(made)
+        return [*map(_Growth, made, depends)]
 
-    def _made(self, eqn: Any, degrees: Sequence[Degree]) -> list[Degree]:
+    @staticmethod
+    def _made(eqn: Any, degrees: Sequence[Degree]) -> list[Degree]:
+        """The degrees of the results of an equation that runs no jaxpr."""
         row, name = of(eqn.primitive.name), eqn.primitive.name
         count = len(eqn.outvars)
-        if row.runs is not None:
-            return self._run(eqn, degrees)
         if row.compares:
             return [_BENT if _common(degrees) is _BENT else 0.0]
         power = eqn.params["y"] if name == "integer_pow" else row.power
@@ -121,37 +133,46 @@ class _Degrees:
             return [found if is_alike or found in (0.0, None) else _BENT] * count
         return [_of_those_that_grow(degrees)] * count
 
-    def _run(self, eqn: Any, degrees: Sequence[Degree]) -> list[Degree]:
-        runs, params = of(eqn.primitive.name).runs, eqn.params
+    def _run(self, eqn: Any, operands: Sequence[_Growth]) -> list[_Growth]:
+        runs, params, count = of(eqn.primitive.name).runs, eqn.params, len(eqn.outvars)
         if runs is Runs.SCAN:
             (inner,) = jaxprs_in(params["jaxpr"])
-            return self._loop(inner.jaxpr, list(degrees), *carry_of_scan(eqn))
+            return self._loop(inner.jaxpr, list(operands), *carry_of_scan(eqn))
         if runs is Runs.WHILE:
             (inner,), (asked,) = jaxprs_in(params["body_jaxpr"]), jaxprs_in(params["cond_jaxpr"])
             first, begin = params["cond_nconsts"], params["body_nconsts"]
-            found = self._loop(inner.jaxpr, list(degrees[first:]), begin, len(eqn.outvars))
-            (goes_on,) = self.through(asked.jaxpr, [*degrees[:first], *found])
-            return found if goes_on in (0.0, None) else [_BENT] * len(found)
+            found = self._loop(inner.jaxpr, list(operands[first:]), begin, count)
+            (goes_on,) = self.through(asked.jaxpr, [*operands[:first], *found])
+            if goes_on.degree not in (0.0, None):
+                return [_Growth(_BENT, depends=True)] * count
+            return [_Growth(growth.degree, growth.depends or goes_on.depends) for growth in found]
         if runs is Runs.BRANCH:
-            if degrees[0] not in (0.0, None):
-                return [_BENT] * len(eqn.outvars)
-            each = [self.through(b.jaxpr, degrees[1:]) for b in jaxprs_in(params["branches"])]
-            return [_common(found) for found in zip(*each, strict=True)]
+            if operands[0].degree not in (0.0, None):
+                return [_Growth(_BENT, depends=True)] * count
+            each = [self.through(b.jaxpr, operands[1:]) for b in jaxprs_in(params["branches"])]
+            found = [_either(growths) for growths in zip(*each, strict=True)]
+            return [_Growth(growth.degree, growth.depends or operands[0].depends) for growth in found]
         inner = [j.jaxpr for value in params.values() for j in jaxprs_in(value)]
-        fitting = [j for j in inner if len(j.invars) == len(degrees) and len(j.outvars) == len(eqn.outvars)]
+        fitting = [j for j in inner if len(j.invars) == len(operands) and len(j.outvars) == count]
         if not fitting:  # a solver, or what calls no function
-            return [_of_those_that_grow(degrees)] * len(eqn.outvars)
-        return self.through(fitting[0], degrees)
+            degree = _of_those_that_grow([growth.degree for growth in operands])
+            return [_Growth(degree, any(growth.depends for growth in operands))] * count
+        return self.through(fitting[0], operands)
 
-    def _loop(self, jaxpr: Any, degrees: list[Degree], begin: int, count: int) -> list[Degree]:
-        """The degrees of what a loop gives, which begins with zeros where sums over turns are carried."""
+    def _loop(self, jaxpr: Any, operands: list[_Growth], begin: int, count: int) -> list[_Growth]:
+        """How what a loop gives grows, which begins with zeros where sums over turns are carried."""
         for _ in range(_MOST_TURNS):
-            found = self.through(jaxpr, degrees)
-            carried = [_common(pair) for pair in zip(degrees[begin : begin + count], found, strict=False)]
-            if carried == degrees[begin : begin + count]:
+            found = self.through(jaxpr, operands)
+            carried = [_either(pair) for pair in zip(operands[begin : begin + count], found, strict=False)]
+            if carried == operands[begin : begin + count]:
                 break
-            degrees[begin : begin + count] = carried
+            operands[begin : begin + count] = carried
         return found
+
+
+def _either(growths: Sequence[_Growth]) -> _Growth:
+    """How one of several values grows."""
+    return _Growth(_common([g.degree for g in growths]), any(g.depends for g in growths))
 
 
 def _is_without_end(value: Any) -> bool:
