@@ -160,7 +160,8 @@ def tracing_again(
     try:
         yield
     except TraceError as error:
-        raise TraceError(f"{error}{_traced_again(first, now, carried)}") from error.__cause__
+        again = _traced_again(first, now, carried)
+        raise TraceError(f"{str(error).removesuffix('.')}.{again}") from error.__cause__
 
 
 def _traced_again(

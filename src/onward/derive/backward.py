@@ -342,7 +342,7 @@ def _rule_of(op: Op, body: Body, chosen: list[int], given: list[int]) -> Derivat
         return rule_for(body, chosen, given)
     except _HAS_NO_RULE as error:
         raise LossError(
-            f"{op.type}{op.at} has no gradient: {str(error).splitlines()[0]} If none is wanted, name its "
+            f"{op.type}{op.at} has no gradient: {str(error).splitlines()[0].removesuffix('.')}. If none is wanted, name its "
             "inputs in no_grad_set or use jax.lax.stop_gradient."
         ) from error
 

@@ -43,7 +43,7 @@ from onward.develop.over_batch.known import Following
 from onward.develop.over_batch.own_keys import folded
 from onward.distribute.merge import Average, Devices, Merge, Sum
 from onward.distribute.share import Share, weighed_by
-from onward.distribute.whole_batch import of_whole_batch
+from onward.distribute.whole_batch import expect_own_gradients, of_whole_batch
 
 
 def replicate(
@@ -228,6 +228,8 @@ def _forward(
                 return opened(recipe.origin.trace(data_types(program, split, rows)))
 
         local, following, drawn = of_whole_batch(trace, local, rows, split, replicas, merge.is_sum)
+        if following is not None and replicas.syncs and recipe.of(append_backward):
+            expect_own_gradients(traced, following, devices.size)
     own = _with_own_keys(local, devices, drawn)
     merged = check(_with_merged_state(own, devices))
     if weight is None:

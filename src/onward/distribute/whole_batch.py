@@ -78,6 +78,13 @@ def of_whole_batch(
     return made, following, following.drawn
 
 
+def expect_own_gradients(local: Program, following: Following, devices: int) -> None:
+    """Warn of a derivative rule in which examples see each other, as no derivative would let them."""
+    rules = [] if local.loss is None else following.reaching(local, [local.loss]).rules
+    for op, why in rules[:1]:
+        warnings.warn(_said(local, op, why, devices), stacklevel=user_level())
+
+
 def _out_of_order(whole: Program, local: Program, following: Following) -> list[Variable]:
     """The results that are not the devices' laid end to end along their first axis."""
     pairs = zip(whole.outputs, local.outputs, strict=True)

@@ -36,6 +36,13 @@ def expect_apart(part: Program, following: Following, how: Accumulation) -> None
             f"whole batch. Normalize every example by itself (layer_norm, group_norm). {meant}",
             stacklevel=user_level(),
         )
+    rules = [] if part.loss is None else following.reaching(part, [part.loss]).rules
+    for op, why in rules[:1]:
+        warnings.warn(
+            f"{part.name}: {op.type!r}{op.at} {why}, and each of {steps} micro-batches has only its own. The "
+            f"gradients differ from those of the whole batch. {meant}",
+            stacklevel=user_level(),
+        )
     for v in following.out_of_order(v for v in part.outputs if v not in part.constants)[:1]:
         warnings.warn(
             f"{part.name}: the result {v.name!r} holds the examples several times, or counts them from 0, "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
@@ -75,6 +75,7 @@ class Following:
         drawn: what is made of a random key for each example, by ops that read the key.
         counted: ops that read a number of examples, in them or as a constant.
         within: for ops that run one Program once that Program, and how its values follow.
+        rules: ops in whose derivative rules examples see each other, and how.
     """
 
     found: dict[Variable, Follows]
@@ -87,6 +88,7 @@ class Following:
     drawn: set[Variable] = field(default_factory=set)
     counted: set[Op] = field(default_factory=set)
     within: dict[Op, tuple[Program, Following]] = field(default_factory=dict)
+    rules: list[tuple[Op, str]] = field(default_factory=list)
 
     def is_told(self, program: Program, v: Variable) -> bool:
         """Whether a value is the mean of those of the parts, or their sum, and all they need is known."""
@@ -121,6 +123,7 @@ class Following:
             numbers={op: body for op, body in self.numbers.items() if kept(op)},
             mixing=[(op, why) for op, why in self.mixing if kept(op)],
             normalizing=list(filter(kept, self.normalizing)),
+            rules=[(op, why) for op, why in self.rules if kept(op)],
             bent=list(filter(kept, self.bent)),
         )
 
@@ -151,6 +154,7 @@ class BatchWalk:
         in_turn: whether the parts are micro-batches, which have the statistic of the whole itself, not the
             mean of theirs.
         has_own_axis: whether the parts are devices that the function speaks of itself.
+        in_rule: whether it is over a derivative rule; those of its own ops are not looked at.
         zeros: the Variables that are 0 throughout.
         reaching: the ops whose results come back to the examples.
     """
@@ -163,11 +167,18 @@ class BatchWalk:
         can_have: CanHave,
         has_own_axis: bool,
         in_turn: bool,
+        in_rule: bool,
     ) -> None:
         self.result, self.like, self.parts, self.can_have = result, like, parts, can_have
-        self.has_own_axis, self.in_turn = has_own_axis, in_turn
+        self.has_own_axis, self.in_turn, self.in_rule = has_own_axis, in_turn, in_rule
         self.zeros: set[Variable] = set()
         self.reaching: set[Op] = set()
+
+    def inner(
+        self, whole: Program, part: Program, given: Sequence[Follows], in_rule: bool = False
+    ) -> Following | None:
+        """How the values of what an op runs follow, from what it is given; None if it is not known."""
+        raise NotImplementedError
 
     def axes(self, v: Variable) -> list[int] | None:
         """The axes along which the examples lie; None if lengths follow the batch in another way."""

@@ -131,6 +131,7 @@ class Follower(BatchWalk):
         rows: int,
         can_have: CanHave,
         in_turn: bool,
+        in_rule: bool = False,
     ) -> None:
         known = (*part.inputs, *part.state)
         super().__init__(
@@ -140,19 +141,22 @@ class Follower(BatchWalk):
             can_have,
             has_own_axis=not in_turn and any(op.body.collectives for op in whole.ops),
             in_turn=in_turn,
+            in_rule=in_rule,
         )
         self.pairs, self.rows, self.part, self.equal = pairs, rows, part, equal_variables(part)
         for v, other in zip(part.constants, whole.constants, strict=False):
             self.like[v] = other
             self.result.found[v] = self._constant(v, part.constants[v], whole.constants[other])
 
-    def inner(self, whole: Program, part: Program, given: Sequence[Follows]) -> Following | None:
-        """How the values of what an op runs follow, where it is known of what it is given."""
+    def inner(
+        self, whole: Program, part: Program, given: Sequence[Follows], in_rule: bool = False
+    ) -> Following | None:
+        """How the values of what an op runs follow, from what it is given; None if it is not known."""
         pairs = _aligned(whole, part)
         if pairs is None:
             return None
-        follower = Follower(pairs, whole, part, given, self.parts, self.rows, _always, self.in_turn)
-        return follower.followed()
+        how = _always, self.in_turn, in_rule or self.in_rule
+        return Follower(pairs, whole, part, given, self.parts, self.rows, *how).followed()
 
     def _constant(self, v: Variable, mine: Any, theirs: Any) -> Follows:
         if np.shape(mine) == np.shape(theirs):
@@ -211,7 +215,7 @@ class Follower(BatchWalk):
             self.result.counted.add(op)
         given = Operands(self, op, other)
         if calls[0].inner and not of(calls[0].primitive).update:
-            return within(self, self.inner, op, other, calls[0], given)
+            return within(self, op, other, calls[0], given)
         if of(calls[0].primitive).exchanges is Exchanges.SUM:
             return [
                 self._output(op, v, calls[0], given, f)

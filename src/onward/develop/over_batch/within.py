@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import starmap
 
@@ -14,25 +14,27 @@ from onward.core.program import Op, Program
 from onward.develop.over_batch.apart import is_opaque
 from onward.develop.over_batch.known import OWN, SAME, BatchWalk, ExampleLayout, Following, Follows, How
 from onward.develop.over_batch.operands import Operands
+from onward.develop.over_batch.rules import seen_by_rule
 
 _SEE = "computes a statistic of the examples within"
+_SEE_OTHERS = "compares an example with the others"
 _ONE_BY_ONE = "goes through the examples one after the other"
 
 
-Inner = Callable[[Program, Program, Sequence[Follows]], Following | None]
-"""From what an op runs, for the whole and for the part, and what it is given, to how its values follow."""
-
-
-def within(walk: BatchWalk, inner: Inner, op: Op, other: Op, call: Call, given: Operands) -> list[Follows]:
+def within(walk: BatchWalk, op: Op, other: Op, call: Call, given: Operands) -> list[Follows]:
     """How the outputs follow the whole's; what would have to be merged within is noted."""
     given.settle_extremes()
     values = [f for f, _ in given.values]
     if all(f == SAME for f in values):
         return [walk.by_shape(v, SAME) for v in op.outputs]
-    inside = _BodyWalk(walk, inner, op, list(other.subprograms.values()), list(op.subprograms.values()))
+    inside = _BodyWalk(walk, op, list(other.subprograms.values()), list(op.subprograms.values()))
     found = inside.found(call, given)
     if found is not None:
-        return [found[result_of(op.body, i)] for i in range(len(op.outputs))]
+        found = [found[result_of(op.body, i)] for i in range(len(op.outputs))]
+        if of(call.primitive).runs is Runs.RULE and not (walk.has_own_axis or walk.in_rule):
+            why = seen_by_rule(walk, op, other, [f for f, _ in given.arrays], found)
+            walk.result.rules += [(op, why)] if why else []
+        return found
     given.settled()
     if inside.mixing or _ends_within(op.body, other.body):
         walk.note(op, inside.mixing or _SEE)
@@ -46,10 +48,8 @@ class _BodyWalk:
         mixing: how examples see each other in it, if they do.
     """
 
-    def __init__(
-        self, walk: BatchWalk, inner: Inner, op: Op, wholes: list[Program], parts: list[Program]
-    ) -> None:
-        self.walk, self.inner, self.op, self.wholes, self.parts = walk, inner, op, wholes, parts
+    def __init__(self, walk: BatchWalk, op: Op, wholes: list[Program], parts: list[Program]) -> None:
+        self.walk, self.op, self.wholes, self.parts = walk, op, wholes, parts
         self.mixing = ""
 
     def found(self, call: Call, given: Operands) -> list[Follows] | None:
@@ -67,8 +67,9 @@ class _BodyWalk:
 
     def called(self, whole: Program, part: Program, values: Sequence[Follows]) -> list[Follows] | None:
         """The results of one run; None if it needs what the parts would have to merge first."""
-        following = self.inner(whole, part, values)
+        following = self.walk.inner(whole, part, values)
         near = following and following.reaching(part, part.outputs)
+        self.walk.result.rules += [(self.op, why) for _, why in near.rules] if near else []
         if near is None or not _is_plain(near, part):
             told = [why for op, why in near.mixing if not is_opaque(op.type)] if near else []
             self.mixing = f"{told[0]} within" if told else self.mixing
@@ -92,7 +93,7 @@ class _BodyWalk:
         values = [f for f, _ in given.values]
         begin, along = values[count : count + carries], given.values[count + carries :]
         if any(v is not None and 0 in (self.walk.axes(v) or ()) for _, v in along):
-            return self._along_examples(carries, len(call.results))
+            return self._along_examples(given, count, carries)
         turns = [_turn(f) for f, _ in along]
         summed = [
             Follows(How.MEAN, 1) if zero and f == SAME else f
@@ -104,11 +105,20 @@ class _BodyWalk:
                 return [*found[:carries], *map(_stacked, found[carries:])]
         return None
 
-    def _along_examples(self, carries: int, count: int) -> list[Follows]:
-        """The results of a loop over the examples: rows, unless one turn hands something to the next."""
+    def _along_examples(self, given: Operands, count: int, carries: int) -> list[Follows]:
+        """The results of a loop over the examples: rows, unless a turn sees other examples than its own."""
+        given.settled()
+        one, (whole,), (part,) = SAME, self.wholes, self.parts
         if carries:
             self.walk.note(self.op, _ONE_BY_ONE)
-        return [Follows(How.ROWS, 0, ExampleLayout(0)) if i >= carries else OWN for i in range(count)]
+        else:
+            fixed = [f for f, _ in given.values[:count]]
+            numbered = [one if not f.counts else OWN for f, _ in given.values[count:]]
+            found = self.called(whole, part, [*fixed, *numbered])
+            if found is None or any(f != one for f in found):
+                self.walk.note(self.op, self.mixing or _SEE_OTHERS)
+        rows = Follows(How.ROWS, 0, ExampleLayout(0))
+        return [rows if i >= carries else OWN for i in range(len(part.outputs))]
 
     def _settled(
         self, consts: Sequence[Follows], carry: Sequence[Follows], turns: Sequence[Follows]
