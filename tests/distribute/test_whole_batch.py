@@ -247,7 +247,106 @@ def normalized_twice(w, x):
     return (jax.lax.scan(layer, x, jnp.stack([w, w]))[0] ** 3).mean()
 
 
+def with_rule(forward, backward):
+    """A function whose gradient for its first argument is made so, of the gradient and what it read."""
+
+    @jax.custom_vjp
+    def ruled(*read):
+        return forward(*read)
+
+    ruled.defvjp(lambda *read: (forward(*read), read), lambda read, g: backward(g, *read))
+    return ruled
+
+
+def with_tangent(rule):
+    @jax.custom_jvp
+    def ruled(z):
+        return z
+
+    ruled.defjvp(lambda read, tangents: (read[0], rule(*read, *tangents)))
+    return ruled
+
+
+def product_by(rows, weights):
+    """A product with a derivative rule of its own, and a number that its gradients are divided by."""
+    return with_rule(jnp.matmul, lambda g, x, w: (g @ w.T / rows(g), x.T @ g / weights(g)))
+
+
+def entropy_by(divisor):
+    """A cross-entropy, averaged, with a derivative rule of its own."""
+
+    def forward(z, y):
+        return -jnp.take_along_axis(jax.nn.log_softmax(z), y[:, None], 1).mean()
+
+    def backward(g, z, y):
+        return g * (jax.nn.softmax(z) - jax.nn.one_hot(y, 3)) / divisor(y), None
+
+    return with_rule(forward, backward)
+
+
+def alone(x):
+    return 1
+
+
+def among(z, compared):
+    """The mean of what each example, by itself, is compared to of all."""
+    return jax.lax.map(lambda a: compared(a, z), z).mean()
+
+
+def by_numbers_of_the_data(w, x):
+    mean, deviation = x.mean(0), x.std(0)
+    return jax.lax.map(lambda a: (((a - mean) / deviation) @ w).sum() ** 2, x).mean()
+
+
+CENTRED = with_rule(lambda z: z, lambda g, z: (g - g.mean(0),))
 SEES_OTHERS = {
+    "contrastive, by map": (
+        lambda w, x: among(x @ w, lambda a, z: jax.nn.logsumexp(z @ a) - a @ a),
+        "reads more of the batch than one example",
+    ),
+    "neighbours, by map": (
+        lambda w, x: among(x @ w, lambda a, z: jnp.sort(((z - a) ** 2).sum(1))[:2].sum()),
+        "reads more of the batch than one example",
+    ),
+    "by number, by map": (
+        lambda w, x: jax.lax.map(
+            lambda i: (((x @ w)[i] - (x @ w)[(i + 1) % len(x)]) ** 2).sum(), jnp.arange(len(x))
+        ).mean(),
+        "some of the examples within",
+    ),
+    "contrastive, computed again": (
+        lambda w, x: jax.checkpoint(lambda z: among(z, lambda a, z: jax.nn.logsumexp(z @ a)))(x @ w),
+        "reads more of the batch than one example in a turn within",
+    ),
+    "a rule that centres": (lambda w, x: (CENTRED(x @ w) ** 2).mean(), "rule of its own that reads a stat"),
+    "a rule that centres, in a loop": (
+        lambda w, x: (jax.lax.scan(lambda h, w: (CENTRED(jnp.tanh(h @ w)), None), x, w[None])[0] ** 2).mean(),
+        "rule of its own that reads a statistic",
+    ),
+    "a rule of a statistic": (
+        lambda w, x: (with_rule(lambda z: z, lambda g, z: (g * z.mean(0),))(x @ w) ** 2).mean(),
+        "rule of its own that reads a statistic",
+    ),
+    "a rule that sums up": (
+        lambda w, x: (with_rule(lambda z: z, lambda g, z: (jnp.cumsum(g, 0),))(x @ w) ** 2).mean(),
+        "rule of its own, in which 'cumsum' runs along the examples",
+    ),
+    "tangents that are centred": (
+        lambda w, x: (with_tangent(lambda z, t: t - t.mean(0))(x @ w) ** 2).mean(),
+        "rule of its own that reads a statistic",
+    ),
+    "a mean over rows in a rule": (
+        lambda w, x: (product_by(alone, len)(x, w) ** 2).mean(),
+        "rule of its own that reads a number",
+    ),
+    "rows over a mean in a rule": (
+        lambda w, x: (product_by(len, alone)(jnp.tanh(x @ w), w) ** 2).mean(),
+        "rule of its own that reads a number",
+    ),
+    "a mean whose rule sums": (
+        lambda w, x: entropy_by(alone)(x @ w, x.argmax(1)),
+        "rule of its own that reads a number",
+    ),
     "contrastive": (contrastive, "makes an array of all pairs of examples"),
     "pairwise": (pairwise, "makes an array of all pairs of examples"),
     "sorted": (lambda w, x: (jnp.sort((x @ w).sum(1)) * jnp.arange(len(x))).mean(), "along the examples"),
@@ -310,6 +409,18 @@ SEES_OTHERS = {
     ),
 }
 KEEPS_APART = {
+    "each by map": lambda w, x: jax.lax.map(lambda x: jnp.tanh(x @ w).sum(), x).mean(),
+    "to a table, by map": lambda w, x: jax.lax.map(lambda a: ((w - a) ** 2).sum(1).min(), x @ w).mean(),
+    "by numbers of the data, by map": by_numbers_of_the_data,
+    "rules of JAX": lambda w, x: (jax.nn.relu(x @ w) * jax.nn.softmax(x @ w) + jax.nn.silu(x @ w)).mean(),
+    "a product with a rule": lambda w, x: (product_by(alone, alone)(x, w) ** 2).mean(),
+    "a mean with a rule": lambda w, x: entropy_by(len)(x @ w, x.argmax(1)),
+    "a rule, in a loop": lambda w, x: (
+        jax.lax.scan(lambda h, w: (product_by(alone, alone)(h, w), None), x, w[None])[0] ** 2
+    ).mean(),
+    "a rule for each": lambda w, x: jax.vmap(lambda x: (product_by(alone, alone)(x[None], w) ** 2).sum())(
+        x
+    ).mean(),
     "on a device": lambda w, x: jnp.mean(jax.device_put(x) @ w),
     "spectrum of each": lambda w, x: jnp.abs(jnp.fft.fft(x @ w, axis=1)).mean(),
     "smoothed each": lambda w, x: jax.vmap(lambda h: jnp.convolve(h, W[0], mode="same"))(x @ w).mean(),
@@ -351,7 +462,13 @@ def test_examples_that_see_each_other_are_warned_of(name):
         ow.replicate(program, DEVICES, sync_batch_norm=False)
 
 
-@pytest.mark.parametrize("name", ["contrastive", "edges", "reversed", "spectrum", "split", "one overwritten"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("contrastive", "edges", "reversed", "spectrum", "split", "one overwritten"),
+        *(name for name in SEES_OTHERS if " map" in name or " rule" in name or "tangents" in name),
+    ],
+)
 def test_micro_batches_whose_examples_need_others_are_warned_of(name):
     loss, why = SEES_OTHERS[name]
     program = ow.SGD(0.1).minimize(loss, W, X)

@@ -341,9 +341,10 @@ def _rule_of(op: Op, body: Body, chosen: list[int], given: list[int]) -> Derivat
     try:
         return rule_for(body, chosen, given)
     except _HAS_NO_RULE as error:
+        why = str(error).splitlines()[0].removesuffix(".")
         raise LossError(
-            f"{op.type}{op.at} has no gradient: {str(error).splitlines()[0].removesuffix('.')}. If none is wanted, name its "
-            "inputs in no_grad_set or use jax.lax.stop_gradient."
+            f"{op.type}{op.at} has no gradient: {why}. If none is wanted, name its inputs in no_grad_set or "
+            "use jax.lax.stop_gradient."
         ) from error
 
 

@@ -17,7 +17,7 @@ from onward.develop.over_batch.operands import Operands
 from onward.develop.over_batch.rules import seen_by_rule
 
 _SEE = "computes a statistic of the examples within"
-_SEE_OTHERS = "compares an example with the others"
+_SEE_OTHERS = "reads more of the batch than one example in a turn"
 _ONE_BY_ONE = "goes through the examples one after the other"
 
 
