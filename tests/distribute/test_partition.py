@@ -161,6 +161,21 @@ def test_other_transforms_come_before_it_or_after_it(
     np.testing.assert_allclose(found[1].loss, alone[1].loss, rtol=2e-2 if is_mixed else 2e-5)
 
 
+@pytest.mark.parametrize("order", [1, -1], ids=["accumulated", "split"])
+def test_each_device_computes_its_part_of_a_micro_batch(order: int) -> None:
+    """Also where the axis of the batch splits no parameter, so that nothing else says how examples lie."""
+    x = RANDOM.normal(size=(64, 16)).astype("float32")
+    program = ow.Momentum(0.5).minimize(network, PARAMS, x)
+    alone = trained(ow.compile(program), x=x)
+    transforms = [lambda p: ow.accumulate(p, 2), lambda p: ow.partition(p, {"data": 2}, {})]
+    for transform in transforms[::order]:
+        program = transform(program)
+    found = ow.collectives(program)
+    assert [(c.kind, c.times) for c in found if c.kind == "all-reduce"] == [("all-reduce", 2)]
+    assert "all-gather" not in {c.kind for c in found}  # nobody is given the examples of others
+    expect_alike(trained(ow.compile(program), x=x), alone)
+
+
 def test_a_test_program_is_split_as_well(tensor: Program, step: Any, program: Program) -> None:
     state, _ = trained(step, 1)
     _, out = ow.compile(ow.for_test(tensor))(state, X)
@@ -256,7 +271,8 @@ def test_wrong_arguments(program: Program, tensor: Program, tmp_path: Any) -> No
 
     wrong = [
         (split(8, {}), ow.ArgumentError, "expected the lengths of its axes by name"),
-        (split({"data": 0}, {}), ow.ArgumentError, "expected the lengths of its axes by name"),
+        (split({"data": 0}, {}), ow.ArgumentError, "with 'data': 0; expected the lengths of its axes by"),
+        (split({"m": 3}, {"w0": "m"}), ow.ArgumentError, "'m' .3 parts. divides none of its dimensions"),
         (
             split({"data": 3}, {}),
             ow.ArgumentError,

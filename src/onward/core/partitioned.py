@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 from onward.core.errors import ArgumentError
 from onward.core.meshes import axes_of, parts
-from onward.core.program import Partition, Phase, Program, Variable
+from onward.core.program import Op, Partition, Phase, Program, Variable
 from onward.core.transform import transform
 from onward.core.words import Kind
 
@@ -20,7 +20,13 @@ def partitioned(program: Program, how: Partition) -> Program:
     for name, spec in how.specs.items():
         if name in program.variables:
             expect_fit(program.variables[name], spec, how.mesh)
-    return replace(program, partition=how)
+    ops = tuple(_over(op, how) for op in program.ops)
+    return replace(program, ops=ops, partition=how)
+
+
+def _over(op: Op, how: Partition) -> Op:
+    body = op.body.over_mesh(how)
+    return op if body is op.body else replace(op, body=body)
 
 
 def does_fit(v: Variable, spec: PartitionSpec, mesh: Mapping[str, int]) -> bool:

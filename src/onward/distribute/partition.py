@@ -35,6 +35,12 @@ _Specs = tuple[tuple[str, PartitionSpec], ...]
 _KIND = "sharding_constraint"  # the primitive that stands behind what is split
 
 
+_DIVIDES_NONE = (
+    "partition: {v.name!r} is {v.type}, and {axis!r} ({n} parts) divides none of its dimensions. Make one a "
+    "multiple of {n}, split it over another axis, or leave it out: then it is whole on every device."
+)
+
+
 def partition(
     program: Program,
     mesh: Mapping[str, int] | Mesh | AbstractMesh,
@@ -65,7 +71,8 @@ def partition(
             such an axis.
 
     Raises:
-        ArgumentError: an axis that the mesh does not have, or that does not divide a dimension.
+        ArgumentError: an axis that the mesh does not have, or that does not divide a dimension; the name of
+            an axis for one array by its name, of which it divides none.
         UnknownNameError: an entry that meets nothing.
         GraphError: the Program is replicated or partitioned already.
         RecipeError: the Program was not traced, or its ops were changed by hand.
@@ -161,7 +168,10 @@ class _Found:
             for variables, table in places:
                 if met := _met(variables, choice):
                     for v in met:
-                        table.setdefault(v.name, _spec(v, split, self.mesh))
+                        spec = _spec(v, split, self.mesh)
+                        if isinstance(split, str) and not spec and choice == v.name:
+                            raise ArgumentError(_DIVIDES_NONE.format(v=v, axis=split, n=self.mesh[split]))
+                        table.setdefault(v.name, spec)
                     break
             else:
                 select((*self.program.variables.values(), *computed), [choice], "partition")
@@ -272,9 +282,10 @@ def _mesh(mesh: Any) -> tuple[dict[str, int], tuple[Any, ...]]:
         return dict(mesh.shape), tuple(mesh.devices.flat)
     lengths = dict(mesh.shape) if isinstance(mesh, AbstractMesh) else mesh
     is_table = isinstance(lengths, Mapping) and lengths
-    if not is_table or not all(isinstance(a, str) and is_count(n) for a, n in lengths.items()):
+    odd = [f" with {a!r}: {n!r}" for a, n in lengths.items() if not is_count(n)] if is_table else []
+    if not is_table or odd or not all(isinstance(a, str) for a in lengths):
         raise ArgumentError(
-            f"partition: the mesh is {describe(mesh)}; expected the lengths of its axes by name, such as "
-            "{'data': 2, 'model': 4}, or a mesh that jax.make_mesh made."
+            f"partition: the mesh is {describe(mesh)}{''.join(odd[:1])}; expected the lengths of its axes by "
+            "name, such as {'data': 2, 'model': 4}, or a mesh that jax.make_mesh made."
         )
     return dict(lengths), ()

@@ -240,6 +240,10 @@ class Body(NotPickled):
         """The same without the scope that an Op knows."""
         return self.parts
 
+    def over_mesh(self, how: Any) -> Body:
+        """The same computation where arrays are split over a mesh; ``how`` is a Partition."""
+        return self
+
     def anonymous(self) -> Body:
         """The same computation without the place it came from, fit for sharing between ops."""
         jaxpr = self.closed.jaxpr

@@ -16,6 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from onward.core.check import check
 from onward.core.errors import GraphError
@@ -25,8 +26,10 @@ from onward.core.jaxprs.equations import Type
 from onward.core.jaxprs.tracing import along, traced
 from onward.core.lower import lower
 from onward.core.marks import ACCUMULATE
+from onward.core.meshes import abstract_mesh
 from onward.core.names import Names
-from onward.core.program import Op, Program, Variable, programs_within
+from onward.core.partitioned import does_fit
+from onward.core.program import Op, Partition, Program, Variable, programs_within
 from onward.core.words import Pass, Placement
 from onward.develop.accumulation.loop_ops import LoopCut, expect_no_data_in_updates, expect_same_graph
 from onward.develop.accumulation.statistics import StandIn, numbers_of
@@ -95,6 +98,10 @@ class MicroBatchLoop(Body):
     def attributes(self) -> Mapping[str, str]:
         """How many micro-batches there are."""
         return {"steps": str(self.plan.how.steps)}
+
+    def over_mesh(self, how: Partition) -> Body:
+        """The same loop where each micro-batch is split over a mesh as the batch is."""
+        return self.plan.over(how).op().body
 
 
 @programs_within.register
@@ -188,10 +195,12 @@ class LoopPlan:
         threaded: state of the micro-batch, what replaces it there, and what does in the whole Program.
         sums: the results that are added up.
         joined: those that are made of the values of all micro-batches.
+        mesh: how data is split, and over which devices; None if the Program is not partitioned.
     """
 
     def __init__(self, whole: LoopCut, part: LoopCut, how: Accumulation) -> None:
         self.whole, self.part, self.how = whole, part, how
+        self.mesh: Partition | None = None
         self.long, self.short = how.rows(whole.program), how.rows(part.program)
         self.of_loss = whole.merged_into([whole.program.loss])
         told = whole.told_of(dict(how.told))
@@ -214,6 +223,12 @@ class LoopPlan:
         """The same with another Program of a turn, whose results are these sums and what is joined."""
         found = copy(self)
         found.turn, found.sums = turn, sums
+        return found
+
+    def over(self, mesh: Partition) -> LoopPlan:
+        """The same where each micro-batch is split over a mesh as the batch is."""
+        found = copy(self)
+        found.mesh = mesh
         return found
 
     @cached_property
@@ -360,7 +375,12 @@ class LoopPlan:
             if v.name == self.how.weight:
                 counts = (place < self.long).reshape(-1, *[1] * (x.ndim - 1))
                 x = jnp.where(counts, x, jnp.zeros((), x.dtype))
-        return x.reshape(steps, rows, *x.shape[1:])
+        x = x.reshape(steps, rows, *x.shape[1:])
+        spec = None if self.mesh is None else self.mesh.specs.get(v.name)
+        if self.mesh is None or spec is None or not does_fit(v, spec, self.mesh.mesh):
+            return x  # the partitioner left alone would split the micro-batches, and compute each everywhere
+        sharding = NamedSharding(abstract_mesh(self.mesh.mesh), PartitionSpec(None, *spec))
+        return lax.with_sharding_constraint(x, sharding)
 
     def scales(self, pieces: Sequence[Any]) -> Any:
         """The share of each micro-batch in the weights of all, of all devices; None without weights."""

@@ -192,7 +192,8 @@ class Foretelling:
         yield self._ring(FSDP, "all-gather", f, t, 2 * m * left, 2 * m * arrays)
         yield self._ring(FSDP, "reduce-scatter", f, t, m * left_gradients, m * arrays)
         yield self._ring(FSDP, "all-reduce", f, t, 2 * (whole_gradients - left_gradients), 2)
-        yield self._ring(DATA, "all-reduce", d, t * f, 2 * gradients, 2 * arrays)
+        times = m if choice.stages == 1 else 1
+        yield self._ring(DATA, "all-reduce", d, t * f, 2 * times * gradients, 2 * times * arrays)
         yield self._handed(choice, stage)
 
     def _ring(self, axis: str, by: str, length: int, stride: int, amount: float, times: int) -> SentBytes:

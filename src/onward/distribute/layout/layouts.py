@@ -14,7 +14,7 @@ from typing import Any, overload
 
 from jax.sharding import PartitionSpec
 
-from onward.core.errors import GraphError, UnknownNameError, nearest
+from onward.core.errors import UnknownNameError, nearest
 from onward.core.program import Program
 from onward.develop.accumulation.accumulate import accumulate
 from onward.develop.recompute.recompute import recompute
@@ -24,6 +24,8 @@ from onward.distribute.layout.foretold import STAGES, Foretelling, KeptBytes, Se
 from onward.distribute.layout.placing import DATA, FSDP, TENSOR, StageShare
 from onward.distribute.layout.text import code, difference, explanation, table
 from onward.distribute.partition import partition
+from onward.distribute.pipeline.cut import Pipeline
+from onward.distribute.pipeline.pipeline import pipeline
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -124,28 +126,27 @@ class DeviceLayout:
         """List what differs from this layout to another one, line by line."""
         return difference(self, other)
 
-    def apply(self, program: Program) -> Program:
-        """The Program in this layout: what ``code`` says.
+    def apply(self, program: Program) -> Program | Pipeline:
+        """The Program in this layout, or the Pipeline if it has stages, for ``compile``: what ``code`` says.
 
         Args:
             program: what the layout was made for, or one with the same parameters.
 
         Raises:
-            GraphError: the layout has stages, which are many Programs.
+            ArgumentError: ``runs`` is False.
         """
-        if self.choice.stages > 1:
-            raise GraphError(
-                f"layout: apply makes one Program, and this layout has {self.choice.stages} stages. "
-                f"Write:\n\n{self.code}"
-            )
+        choice = self.choice
         if self.budget is not None:
             program = recompute(program, self.budget)
-        if self.choice.micro_batches > 1:
-            program = accumulate(program, self.choice.micro_batches)
-        if self.choice.copies * self.choice.tensor == 1:
+        if choice.micro_batches > 1 and choice.stages == 1:
+            program = accumulate(program, choice.micro_batches)
+        lanes = choice.data if choice.stages > 1 and choice.fsdp * choice.tensor == 1 else 1
+        if lanes < choice.copies * choice.tensor:
+            where: dict[Any, PartitionSpec] = dict(self.where)
+            program = partition(program, self.mesh, where, batch=self.batch or None)
+        if choice.stages == 1:
             return program
-        where: dict[Any, PartitionSpec] = dict(self.where)
-        return partition(program, self.mesh, where, batch=self.batch or None)
+        return pipeline(program, choice.stages, choice.micro_batches, data=lanes)
 
     def __str__(self) -> str:
         return self.explain()

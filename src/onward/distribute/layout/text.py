@@ -20,8 +20,9 @@ assumed of {name} ({source}):
   {near} a second to the {node} devices of a node ({near_us:.1f} us), {far} to others ({far_us:.1f} us).
   tensor is the innermost axis, then fsdp, data, stages. Sums of tensor parallelism are waited for; all else
   is sent while devices compute. FSDP gathers each layer twice, and scatters its gradient, for each
-  micro-batch; data sums gradients once. Stages run by 1F1B. Products seldom reach the peak, and kernels such
-  as flash attention move less: the seconds rank layouts and promise nothing."""
+  micro-batch; data sums gradients as often, and stages of a pipeline once. They run by 1F1B. Products seldom
+  reach the peak, and kernels such as flash attention move less: the seconds rank layouts and promise
+  nothing."""
 
 _FORETOLD = "* is foretold, and its runs is False: here the layers are a loop, which {}"
 _EVENLY = "pipeline shares out evenly: stages divide its {} turns"

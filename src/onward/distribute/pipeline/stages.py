@@ -56,7 +56,7 @@ def stages_of(
     line = _ForwardLine(turn, ahead)
     if not loops and stages > (most := line.most_stages):
         raise ArgumentError(
-            f"pipeline: {turn.name!r} cannot be cut into {stages} stages: {most} of its forward ops read "
+            f"pipeline: the forward pass cannot be cut into {stages} stages: {most} of its ops read "
             f"parameters, so that it has at most {most}. Layers that are turns of a loop count as one, "
             "unless it is a lax.scan of its own, forwards, over stacks of parameters."
         )
@@ -168,7 +168,7 @@ class _ForwardLine:
             if any(fnmatchcase("/".join(parts[: k + 1]), scope) for k in range(len(parts))):
                 return i
         raise UnknownNameError(
-            f"pipeline: no forward op of {self.turn.name!r} stands in a scope {scope!r}. "
+            f"pipeline: no forward op stands in a scope {scope!r}. "
             f"{nearest(scope, dict.fromkeys(filter(None, found)))} jax.named_scope opens one."
         )
 
