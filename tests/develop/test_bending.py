@@ -18,6 +18,7 @@ IN_PROPORTION: dict[str, Any] = {
     "reversed": lambda x, g: -g,
     "of what is positive": lambda x, g: jnp.where((g > 0) & (x > 0), g, 0),
     "relu": lambda x, g: jax.nn.relu(g),
+    "after what is not finite": lambda x, g: jnp.where(g[0, 0] > jnp.inf, 0, x) * g,
     "without NaN": lambda x, g: jnp.nan_to_num(g),
     "centred": lambda x, g: g - g.mean(0),
     "added up": lambda x, g: jax.lax.scan(lambda c, row: (c + row, c), jnp.zeros(3, g.dtype), g)[1],
@@ -74,6 +75,15 @@ def test_what_a_call_gives_beside_the_gradient_depends_on_what_it_is_made_of():
 
     assert found(lambda g, x: (2 * g, 3 * x)) == ([1.0, 0.0], "")
     assert found(lambda g, x: (2 * g, jnp.sign(g))) == ([1.0, 0.0], "jit")
+
+
+@pytest.mark.parametrize("base", ["bfloat16", "int8"])
+def test_a_weight_of_few_bits_that_waits_for_a_gradient_is_no_clip(base: str):
+    def loss(params: Any, x: Any) -> Any:
+        return jnp.mean((jnp.tanh(x @ params["a"]) @ params["b"]) ** 2)
+
+    adapted = ow.low_rank(loss, {"a": W, "b": W}, X, rank=2, base=base)
+    assert bending(ow.SGD(0.1).minimize(adapted)) == []
 
 
 LAYOUTS: dict[str, Any] = {

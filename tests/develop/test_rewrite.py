@@ -389,6 +389,29 @@ def test_places_that_need_each_other_are_not_both_replaced():
     np.testing.assert_allclose(trained(new, *LOSS[1:]), trained(program, *LOSS[1:]), rtol=1e-4)
 
 
+def test_a_replacement_that_changes_between_calls_is_compared_each_time():
+    program = ow.SGD(0.1).minimize(lambda w, x: jnp.mean(jnp.tanh(x @ w)), jnp.ones((4, 3)), jnp.ones((2, 4)))
+    scale = [1.0]
+
+    def replacement(h):
+        return scale[0] * (2 * jax.nn.sigmoid(2 * h) - 1)
+
+    ow.rewrite(program, jnp.tanh, replacement)
+    scale[0] = 2.0
+    with pytest.raises(ow.ArgumentError, match="computes something else"):
+        ow.rewrite(program, jnp.tanh, replacement)
+
+
+def test_a_place_that_reads_what_it_computes_is_left_alone():
+    def loss(w, x):
+        h, other = jnp.tanh(x @ w), x @ w.T
+        return jnp.mean(h * (h + 1)) + jnp.mean(jnp.tanh(other) * (x + 1))
+
+    program = ow.trace(loss, jnp.ones((4, 4)), jnp.ones((2, 4)))
+    (match,) = ow.graph.matches_of(program, lambda a, b: jnp.tanh(a) * (b + 1))
+    assert program["x"] in match.inputs
+
+
 def test_another_length_is_compared_as_well():
     program = minimized(lambda w, x: jnp.mean(jnp.tanh(x @ w)), *LOSS[1:])
     new = ow.rewrite(program, lambda x: jnp.mean(x), lambda x: jnp.sum(x) / 15, like=jnp.ones((2, 2)))

@@ -66,6 +66,11 @@ def test_a_merge_that_adds_up_instead_of_averaging_is_named(right):
 
 def test_low_precision_is_equal_where_it_is_asked_for(right):
     assert compare(right, ow.mixed_precision(right, "bfloat16"), W, X, Y).equal
+    in_float8 = ow.mixed_precision(right, "float8")
+    assert compare(right, in_float8, W, X, Y).equal
+    assert compare(right, in_float8, W, X, Y, precision="float8").equal
+    changed = ow.mixed_precision(minimized(lambda h: 3 * jnp.tanh(h)), "float8")
+    assert not compare(right, changed, W, X, Y).equal
 
 
 def by_hand(moved):

@@ -12,10 +12,9 @@ import jax.numpy as jnp
 
 from onward.core.check import expect_program
 from onward.core.errors import ArgumentError
-from onward.core.marks import DEQUANTIZE
 from onward.core.program import Op, Program
 from onward.core.structure import describe
-from onward.derive.low_rank.low_rank import adapters_in
+from onward.derive.low_rank.low_rank import adapters_in, weights_made_of_fewer_bits
 from onward.derive.low_rank.readers import Axes
 from onward.execute.lying import together
 from onward.execute.state import State
@@ -84,23 +83,21 @@ def multiplied_out(program: Program, state: State, others: Mapping[str, Any]) ->
         return others[name] if name in others else state[name]
 
     given, adapters = found
+    made: Mapping[str, Op] | None = None
     merged = {}
     for adapter in adapters:
         name = adapter.weight.name
-        plain = value(name) if name in state.layout.position else _dequantized(program, name, state)
+        if name in state.layout.position:
+            plain = value(name)
+        else:
+            made = made or weights_made_of_fewer_bits(program)
+            (plain,) = made[name].body(*(state[v.name] for v in made[name].inputs))
         arrays = together([plain, value(adapter.a.name), value(adapter.b.name)])
         merged[name] = _merged(*arrays, adapter.axes, given.scale)
     wanted = program.signature.parameters
     names = (v.name for v in wanted.variables)
     values = [merged[name] if name in merged else jnp.copy(value(name)) for name in names]
     return wanted.unflatten(together(values))
-
-
-def _dequantized(program: Program, name: str, state: State) -> Any:
-    """A weight that is kept in fewer bits, as it is computed with."""
-    op: Op = next(op for op in program.ops if op.type is DEQUANTIZE and op.outputs[0].name == name)
-    (weight,) = op.body(*(state[v.name] for v in op.inputs))
-    return weight
 
 
 @partial(jax.jit, static_argnames=("axes", "scale"))

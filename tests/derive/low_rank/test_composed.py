@@ -108,6 +108,18 @@ def test_a_base_of_fewer_bits_is_the_training_with_the_rounded_weights(base):
     assert len(again) == 1, "one weight of two: the first layer needs no gradient of its input"
 
 
+@pytest.mark.parametrize("name", ["micro-batches", "rolled"])
+def test_weights_of_fewer_bits_are_merged_out_of_loops(name):
+    loop = {"micro-batches": lambda p: ow.accumulate(p, 2), "rolled": ow.roll}[name]
+    kept = minimized("int8")
+    program = loop(kept)
+    assert "dequantize" not in [op.type for op in program.ops]
+    state, other = trained(kept)[1], trained(program)[1]
+    expect_close(ow.merge_low_rank(program, other), ow.merge_low_rank(kept, state), 1e-4)
+    averages = [ow.averaged(p, s) for p, s in ((program, other), (kept, state))]
+    expect_close(*averages, 1e-4)
+
+
 def test_bytes():
     """Of a weight n x m: what is kept in 32, 16 and 8 bits, and what is trained, by formulas."""
     n, layers, rank = 6, 2, 2

@@ -99,8 +99,8 @@ class _Growths:
         if row.moves is Moves.HOLDS:
             depends = [growth.depends for growth in operands]
         else:
-            asks_for_nan = row.compares and eqn.invars[0] is eqn.invars[1]
-            depends = [any(growth.depends for growth in operands) and not asks_for_nan] * len(made)
+            is_told = any(growth.depends for growth in operands) and not (row.compares and _is_settled(eqn))
+            depends = [is_told] * len(made)
         return [*map(_Growth, made, depends)]
 
     @staticmethod
@@ -173,6 +173,12 @@ class _Growths:
 def _either(growths: Sequence[_Growth]) -> _Growth:
     """How one of several values grows."""
     return _Growth(_common([g.degree for g in growths]), any(g.depends for g in growths))
+
+
+def _is_settled(eqn: Any) -> bool:
+    """Whether a comparison of finite numbers always says the same: of one with itself, or with infinity."""
+    ends = (v for v in eqn.invars if isinstance(v, jex.Literal) and literal_value(v).dtype.kind == "f")
+    return eqn.invars[0] is eqn.invars[1] or any(np.all(np.isinf(literal_value(v))) for v in ends)
 
 
 def _is_without_end(value: Any) -> bool:

@@ -10,7 +10,8 @@ from typing import Any
 
 from onward.core.builder import Builder
 from onward.core.errors import ArgumentError, GraphError, known_as
-from onward.core.program import Applied, Phase, Program, Variable
+from onward.core.marks import DEQUANTIZE
+from onward.core.program import Applied, Op, Phase, Program, Variable
 from onward.core.recipe import build, recipe_of, whole_types
 from onward.core.transform import transform
 from onward.core.walk import Where, listed, substitute
@@ -192,6 +193,13 @@ def _first(adapter: Adapter) -> list[Any]:
     inputs = adapter.axes.count(adapter.weight.shape, adapter.axes.inputs)
     normal = initializer.normal(1 / math.sqrt(inputs))
     return [initialization(adapter.a, normal), initialization(adapter.b, initializer.constant(0.0))]
+
+
+def weights_made_of_fewer_bits(program: Program) -> Mapping[str, Op]:
+    """For each weight that is kept in fewer bits the op that makes it of them, wherever loops now hold it."""
+    recipe = recipe_of(program, "to find its weights", "Take the Program that low_rank returned")
+    forward = build(recipe.until(Phase.PRECISION), whole_types(program))
+    return {op.outputs[0].name: op for op in forward.ops if op.type is DEQUANTIZE}
 
 
 def adapters_in(program: Program) -> tuple[LowRank, list[Adapter]] | None:

@@ -148,7 +148,7 @@ def mixed_precision(
     )
     lowering = Applied(lowered, (dtype, tuple(listed(keep)), float8), {}, Phase.PRECISION)
     result = build(scaled.including(lowering), whole_types(program))
-    if not listed(keep) and (why := _why_nothing(result, np.dtype(jnp.dtype(_held_in(dtype))))):
+    if not listed(keep) and (why := _why_nothing(result, np.dtype(jnp.dtype(held_in(dtype))))):
         warn(_NOTHING.format(name=program.name, dtype=dtype, why=why), UserWarning, user_level())
     return result
 
@@ -171,8 +171,8 @@ def _why_nothing(program: Program, dtype: np.dtype[Any]) -> str:
     return _OTHER.format(what=f"{op.type}{op.at}", dtype=next(read, op.outputs[0].dtype))
 
 
-def _held_in(dtype: str) -> str:
-    """The dtype of the activations."""
+def held_in(dtype: str) -> str:
+    """The dtype of the activations of a precision: products in float8 round what they read themselves."""
     return "bfloat16" if dtype == "float8" else dtype
 
 
@@ -185,7 +185,7 @@ def lowered(program: Program, dtype: str, keep: tuple[Where, ...], float8: Float
             "its dtype. Lower the precision of the Program before save."
         )
     kept = kept_variables(program, keep, strict=not is_test(program))
-    return Lowering(program, np.dtype(jnp.dtype(_held_in(dtype))), kept, float8).program()
+    return Lowering(program, np.dtype(jnp.dtype(held_in(dtype))), kept, float8).program()
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,8 @@ class PatternSearch:
                     why = f"all of it stands at {match.outputs[0].name}{op.at}, but {by} {v.name} as well"
                     self.nearest.note(match.pattern, len(match.ops), why)
                     return False
-        return self._reached(match).isdisjoint(match.inputs)
+        made = {v for op in match.ops for v in op.outputs}
+        return (made | self._reached(match)).isdisjoint(match.inputs)
 
     def _reached(self, match: Match) -> set[Variable]:
         """All that is computed of the results of a match, what other matches compute as a whole included."""

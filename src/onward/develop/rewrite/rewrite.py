@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any, TypeAlias
 
 from onward.core.check import expect_program
@@ -100,9 +99,10 @@ def rewrite(
     new = Pattern(replacement, patterns[0].types)
     forward = build(recipe.until(Phase.ADAPT), whole_types(program))
     names, matches = _found(forward, patterns, where)
-    _expect_equal(matches, new, tolerance)
+    comparison = _Comparison(tolerance)
+    comparison.expect_equal(matches, new)
     functions = tuple(p.function for p in patterns)
-    told = (functions, replacement, patterns[0].like, names, tolerance)
+    told = (functions, replacement, patterns[0].like, names, comparison)
     step = Applied(rewritten, told, {}, Phase.REWRITE)
     grown = recipe.including(step)
     return resumed(step(forward), grown, len(grown.until(Phase.ADAPT).steps), whole_types(program))
@@ -133,7 +133,7 @@ def rewritten(
     replacement: Function,
     like: Any,
     names: Sequence[str],
-    tolerance: float | None,
+    comparison: _Comparison,
 ) -> Program:
     """A forward Program with the replacement, of these results or all; what is not found stays as it is.
 
@@ -146,30 +146,28 @@ def rewritten(
 
     patterns = [Pattern(function, like) for function in functions]
     new = Pattern(replacement, patterns[0].types)
-    _expect_equal([m for m in occurrences(program, patterns, Nearest()) if is_meant(m)], new, tolerance)
+    comparison.expect_equal([m for m in occurrences(program, patterns, Nearest()) if is_meant(m)], new)
     return Rewriting(patterns, new, is_meant).of(program)
 
 
-def _expect_equal(matches: Sequence[Match], new: Pattern, tolerance: float | None) -> None:
-    """Raise unless the replacement computes what was found, at all of its types; each is compared once."""
-    for old, types in {(match.pattern, match.types): None for match in matches}:
-        key = tuple((t.shape, t.dtype) for t in types)
-        compared = _compared if _are_hashable(old.function, new.function) else _compared.__wrapped__
-        compared(old.function, new.function, key, old.types, tolerance)
+class _Comparison:
+    """What one call of ``rewrite`` has compared, so that nothing is compared again when a batch is as long.
 
+    Args:
+        tolerance: the part of the largest number by which results may differ.
+    """
 
-def _are_hashable(*functions: Function) -> bool:
-    """Whether functions can be remembered; a module that holds arrays cannot."""
-    try:
-        return bool(hash(functions)) or True
-    except TypeError:
-        return False
+    def __init__(self, tolerance: float | None) -> None:
+        self._tolerance = tolerance
+        self._done: set[tuple[Any, ...]] = set()
 
-
-@lru_cache(maxsize=256)
-def _compared(old: Function, new: Function, key: tuple[Any, ...], like: Any, tolerance: float | None) -> None:
-    types = [Type(*t) for t in key]
-    expect_equal(Pattern(old, like), Pattern(new, like), types, tolerance)
+    def expect_equal(self, matches: Sequence[Match], new: Pattern) -> None:
+        """Raise unless the replacement computes what was found, at all of its types."""
+        for old, types in {(match.pattern, match.types): None for match in matches}:
+            key = id(old.function), *((t.shape, t.dtype) for t in types)
+            if key not in self._done:
+                expect_equal(old, new, [Type(t.shape, t.dtype) for t in types], self._tolerance)
+                self._done.add(key)
 
 
 def _patterns(given: Any, like: Any) -> tuple[Pattern, ...]:

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from onward.core.errors import ArgumentError
 from onward.core.program import Program
 from onward.core.structure import describe
-from onward.develop.mixed.mixed_precision import lowered
+from onward.develop.mixed.mixed_precision import held_in, lowered
 from onward.execute.pieces import Compiled
 from onward.execute.state import State
 from onward.execute.step import Step
@@ -100,7 +100,7 @@ class ComparedPrograms:
         self.a, self.b = (AllValues(p, batch, compiled) for p in programs)
         self.is_swapped = whose_ops_run(self.a.program, self.b.program)
         dtypes = [precision] if precision else [d for p in programs for d in _low(p)]
-        self.epsilon = max((epsilon_of(jnp.dtype(d)) for d in dtypes), default=0.0)
+        self.epsilon = max((epsilon_of(jnp.dtype(held_in(d))) for d in dtypes), default=0.0)
 
     def states(self, state: Any, other: Any = None) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         """The state of both before the first step, by name."""
