@@ -639,6 +639,30 @@ def test_a_hidden_state_is_asked_about_only_if_it_may_be_a_batch():
     assert [v.name for v in inspect(step, *args).state] == ["w", "hidden"]
 
 
+def moving(w, mean, x):
+    """A step that carries on a running mean of its loss."""
+    loss, g = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+    return w - 0.1 * g, 0.9 * mean + 0.1 * loss, loss
+
+
+def scaled(w, scale, x):
+    """A step that carries on the largest number that it saw."""
+    loss, g = jax.value_and_grad(lambda w: jnp.mean((x / scale @ w) ** 2))(w)
+    return w - 0.1 * g, jnp.maximum(0.99 * scale, jnp.max(jnp.abs(x))), loss
+
+
+@pytest.mark.parametrize("step", [moving, scaled])
+@pytest.mark.parametrize("look", [inspect, ow.adopt])
+def test_a_number_to_which_the_batch_adds_is_asked_about(look, step):
+    args, name = (jnp.ones(4), jnp.ones(()), X), step.__code__.co_varnames[1]
+    with pytest.raises(ArgumentError, match=rf"carried=\['w', '{name}'\] if it is the next value"):
+        look(step, *args)
+    assert [v.name for v in look(step, *args, carried=["w", name]).state] == ["w", name]
+    assert [v.name for v in look(step, *args, carried=["w"]).state] == ["w"]
+    for ours, theirs in zip(ow.adopt(step)(*args), step(*args), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+
+
 def test_what_does_not_come_back_is_not_carried():
     step, args = recurrent(len(X) + 1)
     with pytest.raises(ArgumentError, match="returns nothing that is built as 'x'"):

@@ -86,14 +86,14 @@ def adopt(
     told = None if carried is None else listed(carried)
     expect_function(step, "adopt")
     if not args and not kwargs:
-        return called_as_before(step, lambda args, kwargs: _adopted(step, args, kwargs, told))
-    return _adopted(step, args, kwargs, told)[1]
+        return called_as_before(step, lambda args, kwargs: _adopted(step, args, kwargs, told, asks=False))
+    return _adopted(step, args, kwargs, told, asks=True)[1]
 
 
 def _adopted(
-    step: Any, args: tuple[Any, ...], kwargs: dict[str, Any], told: Sequence[str] | None
+    step: Any, args: tuple[Any, ...], kwargs: dict[str, Any], told: Sequence[str] | None, asks: bool
 ) -> tuple[AdoptedStep, Program]:
-    """The step taken apart, and its Program."""
+    """The step taken apart, and its Program; ``asks`` as of Ends."""
     call, found = traced_call(call_of(unjitted(step), args, kwargs))
     if on_devices(found.closed) is not None:
         raise GraphError(
@@ -101,7 +101,8 @@ def _adopted(
             "without its exchange of gradients, and spread it with onward.replicate. ow.inspect shows it as "
             "it is."
         )
-    origin = AdoptedStep(call, tuple(carried_on(call, found, told)), found.treedef, tuple(found.statics))
+    pairs = tuple(carried_on(call, found, told, asks))
+    origin = AdoptedStep(call, pairs, found.treedef, tuple(found.statics))
     forward, trained = origin.trace(origin.types), origin.trained(origin.types)
     return origin, append_foreign_update(append_backward(forward, None, trained), origin)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import jax
@@ -62,7 +62,8 @@ def assemble(
     reading = read_jaxpr(closed, given.variables, names, apart=True)
     ops = ops_of(reading)
     returned = Structure(found.treedef, leaves_of(found, reading.outputs))
-    pairs = _pairs(call, given, returned, _provenance(ops, reading, given), told)
+    flow = _provenance(ops, reading, given)
+    pairs = _ends(call, given, returned, flow, told).pairs()
     following = {**next_values(pairs), **in_place(given.modules, found, reading.outputs)}
     result = without(returned, pairs)
     outputs = tuple(dict.fromkeys(result.variables))
@@ -85,22 +86,22 @@ def _provenance(ops: Sequence[Op], reading: Reading, given: Given) -> Provenance
     return Provenance(ops, given.variables, differentiated(reading))
 
 
-def carried_on(call: CalledStep, found: TracedStep, told: Sequence[str] | None) -> list[Pair]:
-    """The results of a step that no devices share, with the arguments that they replace."""
+def carried_on(call: CalledStep, found: TracedStep, told: Sequence[str] | None, asks: bool) -> list[Pair]:
+    """The results of a step that no devices share, with the arguments that they replace; see Ends."""
     names = Names()
     given = Given.of(call, names, Body(found.closed).in_types)
     reading = read_jaxpr(found.closed, given.variables, names, apart=True)
     ops = with_passes(reading.ops, reading.under)
     returned = Structure(found.treedef, leaves_of(found, reading.outputs))
-    return _pairs(call, given, returned, _provenance(ops, reading, given), told)
+    flow = _provenance(ops, reading, given)
+    return replace(_ends(call, given, returned, flow, told), asks=asks).pairs()
 
 
-def _pairs(
+def _ends(
     call: CalledStep, given: Given, returned: Structure, flow: Provenance, told: Sequence[str] | None
-) -> list[Pair]:
-    """The results with the arguments that they replace, or an error that asks."""
+) -> Ends:
     parts = [*given.parts()], [*parts_of(returned, None)]
-    return Ends(*parts, flow, call.title, call.names, given.named(told, call)).pairs()
+    return Ends(*parts, flow, call.title, call.names, given.named(told, call))
 
 
 @dataclass(frozen=True, eq=False)

@@ -35,6 +35,8 @@ class Ends:
         title: what the step is called in messages.
         names: those of its arguments.
         told: the Variables that a person says are carried on; None if nobody says.
+        asks: whether a person is asked of a number that may as well be a result; who calls a decorated step
+            has all results, and gives all arguments.
     """
 
     arguments: Sequence[TreePart]
@@ -43,6 +45,7 @@ class Ends:
     title: str
     names: Sequence[str]
     told: frozenset[Variable] | None = None
+    asks: bool = True
 
     def pairs(self) -> list[Pair]:
         """The pairs (result, argument) of parts where the result is the next value of the argument.
@@ -108,8 +111,33 @@ class Ends:
 
         return [(new, old) for new, old in doubtful if is_as_long(old)]
 
+    def _left(self, pairs: Sequence[Pair]) -> tuple[list[TreePart], list[TreePart]]:
+        """The results and the arguments that lie in none of these, nor these in them."""
+        groups = [self.results, self.arguments]
+        taken = [[new for new, _ in pairs], [old for _, old in pairs]]
+        results, arguments = (
+            [part for part in parts if not any(_overlap(part, other) for other in others)]
+            for parts, others in zip(groups, taken, strict=True)
+        )
+        return results, arguments
+
+    def _counted_on(self, pairs: Sequence[Pair]) -> list[Pair]:
+        """The pairs of numbers that are left of which one adds to the other what is made of the batch.
+
+        As a running mean of the loss does, and a loss to which a number is added.
+        """
+        results, arguments = self._left(pairs)
+
+        def is_counted(new: TreePart, old: TreePart) -> bool:
+            return old.form == new.form and old.is_built_as(new) and self.flow.is_counted_on(new, old)
+
+        numbers = [new for new in results if new.is_numbers and new.variables]
+        counted = [(new, [old for old in arguments if is_counted(new, old)]) for new in numbers]
+        return [(new, old) for new, (old, *_) in _beside(counted, pairs)]
+
     def _expect_sure(self, pairs: Sequence[Pair]) -> None:
-        for new, old in self._unsure(pairs):
+        counted = self._counted_on(pairs) if self.asks and self.flow.trains else []
+        for new, old in (*self._unsure(pairs), *counted):
             known = self._named(other for _, other in pairs if other.place != old.place)
             name = old.variables[0].name if len(old.variables) == 1 else self.names[old.place]
             raise ArgumentError(
@@ -123,9 +151,8 @@ class Ends:
     def _expect_same_types(self, pairs: Sequence[Pair]) -> None:
         """Raise ``ArgumentError`` for a result that would replace an argument but for its dtype."""
         news, olds = [new for new, _ in pairs], [old for _, old in pairs]
-        left = [new for new in self.results if not any(_overlap(new, other) for other in news)]
-        given = [old for old in self.arguments if not any(_overlap(old, other) for other in olds)]
-        for new, old in ((new, old) for new in left for old in given):
+        results, arguments = self._left(pairs)
+        for new, old in ((new, old) for new in results for old in arguments):
             if not (_is_retyped(new, old) and self._may_replace(new, old)):
                 continue
             if _stands_beside(new, old, news, olds) or _moves_on(new, old, self.flow):

@@ -92,10 +92,12 @@ class Provenance:
         pairs = [*zip(new.variables, old.variables, strict=True)]
         changed = [(n, o) for n, o in pairs if n is not o]
         if new.is_numbers and changed:
-            if not all(self.counted.get(n, 0) & self.bits[o] for n, o in changed):
+            if not self.is_counted_on(new, old):
                 return -1
             if self.trains and self.wide.isdisjoint(new.variables):
                 return len(changed)
+            if told:
+                return 0
         updated = sum(self.is_updated(n, o) for n, o in pairs)
         if updated:
             return updated
@@ -104,6 +106,11 @@ class Provenance:
             return -1
         surely = told or not jax.tree_util.treedef_is_leaf(new.treedef) or new.place == old.place
         return 0 if surely or old.variables[0].may_be_key else -1
+
+    def is_counted_on(self, new: TreePart, old: TreePart) -> bool:
+        """Whether numbers are made of others by adding to them, or choosing, whatever that is made of."""
+        pairs = [(n, o) for n, o in zip(new.variables, old.variables, strict=True) if n is not o]
+        return bool(pairs) and all(self.counted.get(n, 0) & self.bits[o] for n, o in pairs)
 
     def updates(self, new: TreePart, old: TreePart) -> bool:
         """Whether the update makes arrays of a part from those of another, numbers aside."""
