@@ -654,7 +654,7 @@ def scaled(w, scale, x):
 @pytest.mark.parametrize("step", [moving, scaled])
 @pytest.mark.parametrize("look", [inspect, ow.adopt])
 def test_a_number_to_which_the_batch_adds_is_asked_about(look, step):
-    args, name = (jnp.ones(4), jnp.ones(()), X), step.__code__.co_varnames[1]
+    args, name = (jnp.ones(3), jnp.ones(()), X), step.__code__.co_varnames[1]
     with pytest.raises(ArgumentError, match=rf"carried=\['w', '{name}'\] if it is the next value"):
         look(step, *args)
     assert [v.name for v in look(step, *args, carried=["w", name]).state] == ["w", name]

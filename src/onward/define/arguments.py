@@ -177,10 +177,6 @@ def _traced_again(
         return ""
     told = " and ".join(f"{name} of shape {shape}" for name, shape, _ in changed)
     again = " and ".join(str(shape) for *_, shape in changed)
-    whole = (
-        " If one of them holds no examples, and is as long as the batch by chance, say that it goes whole: "
-        "whole=[its name]."
-    )
     lengths = {shape[:1] for _, shape, _ in changed}
     places = [
         ("/".join(filter(None, (s.name, leaf.path))), leaf.type.shape) for s in carried for leaf in s.arrays
@@ -190,7 +186,24 @@ def _traced_again(
         f" If {' and '.join(held)} is of each example: what is carried from step to step is not cut. Feed it "
         "as data, and return its next value beside the loss; or take ow.partition, which cuts nothing."
     )
+    whole = _whole([name for name, *_ in changed], now)
     return (
         f" It was traced for {told}, and again for {again}, that of a part of the batch or of another batch: "
-        f"let it take any number of examples.{whole if len(changed) > 1 else ''}{state if held else ''}"
+        f"let it take any number of examples.{whole}{state if held else ''}"
+    )
+
+
+def _whole(changed: Sequence[str], data: Sequence[Specification]) -> str:
+    """In words, that some of what is cut may hold no examples."""
+    if len(changed) > 1:
+        return (
+            " If one of them holds no examples, and is as long as the batch by chance, say that it goes "
+            "whole: whole=[its name]."
+        )
+    if sum(len(s.arrays) for s in data) == 1:
+        return ""
+    name, _, below = changed[0].partition("/")
+    return (
+        f" If {changed[0]} holds no examples, as the weights of another network, say that it goes whole: "
+        f"whole=[{(f'{name}/*' if below else name)!r}]. The next array is taken for the batch then."
     )

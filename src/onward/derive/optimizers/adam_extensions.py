@@ -23,7 +23,8 @@ class Adan(Moments):
 
     Source: Xie et al., Adan: Adaptive Nesterov Momentum Algorithm for Faster Optimizing Deep Models, 2022,
     algorithm 1, whose betas are 1 minus these; corrected for the start as in the authors' code and in optax,
-    whose betas these are. No restarts. optax adds 1e-8 in the root too, and decays as ``AdamW``.
+    whose betas these are. No restarts. optax weighs ``d`` and ``u'`` by ``1 - beta2``, not ``beta2``, in the
+    step and in the square; it adds 1e-8 in the root too, and decays as ``AdamW``.
 
     Example:
         >>> import jax.numpy as jnp, onward as ow

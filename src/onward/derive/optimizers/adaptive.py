@@ -18,7 +18,8 @@ class Adagrad(Optimizer):
     ``s <- s + g**2``, then ``w <- w - learning_rate * g / (sqrt(s) + epsilon)``.
 
     Source: Duchi, Hazan and Singer, Adaptive Subgradient Methods, 2011, figure 1. The sum begins at
-    ``initial_accumulator``: 0 as in the paper, torch and Paddle (optax and Keras: 0.1).
+    ``initial_accumulator``: 0 as in the paper, torch and Paddle (optax and Keras: 0.1). optax has epsilon in
+    the root.
 
     Example:
         >>> import jax.numpy as jnp, onward as ow

@@ -39,7 +39,8 @@ class Muon(Optimizer):
 
     Source: Jordan et al., Muon: An optimizer for hidden layers in neural networks, 2024 (algorithm,
     coefficients, "original"); Liu et al., Muon is Scalable for LLM Training, 2025, equation 4
-    ("match_rms"). Defaults are Jordan's, as in optax; torch: learning rate 1e-3, weight decay 0.1.
+    ("match_rms"). Defaults are Jordan's, as in optax, which corrects the momentum for its start at zero, and
+    updates the rest by NAdamW; torch: learning rate 1e-3, weight decay 0.1.
 
     Example:
         >>> import jax.numpy as jnp, onward as ow

@@ -120,8 +120,8 @@ class Rprop(Optimizer):
 
     Source: Riedmiller and Braun, A Direct Adaptive Method for Faster Backpropagation Learning: The RPROP
     Algorithm, 1993, section 3, in the variant iRprop- of Igel and Huesken, Improving the Rprop Learning
-    Algorithm, 2000, section 2, as torch and optax have it: a step that went too far is not taken back.
-    Defaults as in the papers and both libraries, the learning rate that of torch.
+    Algorithm, 2000, section 2, as torch has it: a step that went too far is not taken back. (optax takes each
+    step one step later.) Defaults as in the papers and both libraries, the learning rate that of torch.
 
     Raises:
         HyperparameterError: ``eta_plus`` below 1, ``eta_minus`` not below 1, or a complex parameter.
