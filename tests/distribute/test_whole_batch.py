@@ -298,6 +298,30 @@ def by_numbers_of_the_data(w, x):
     return jax.lax.map(lambda a: (((a - mean) / deviation) @ w).sum() ** 2, x).mean()
 
 
+def in_a_loop(turn, h):
+    """A loop of which it shows only when it runs how many turns it takes."""
+    turns = jnp.int32(h.size) // h.size + 1
+    return jax.lax.fori_loop(0, turns, lambda i, h: turn(h), jax.lax.stop_gradient(h))
+
+
+def after_a_loop(w, x):
+    h = jax.lax.scan(lambda h, _: (jnp.tanh(h @ w + x), None), jnp.zeros(x.shape), None, 2)[0]
+    return ((h[: len(x) // 2] - h[len(x) // 2 :]) ** 2).mean()
+
+
+def of_two_results(w, x):
+    """Rows and their mean, by a rule that forgets the mean and divides by a length."""
+    rule = with_rule(lambda x, w: (x @ w, (x @ w).mean()), lambda g, x, w: (g[0] @ w.T, x.T @ g[0] / len(x)))
+    rows, mean = rule(x, w)
+    return (rows**2).mean() + mean
+
+
+def of_a_mean_and_rows(w, x):
+    rule = with_rule(lambda z: (z.mean(), 2 * z), lambda g, z: (g[0] * jnp.ones_like(z) / z.size + 2 * g[1],))
+    mean, rows = rule(x @ w)
+    return mean + (rows**2).mean()
+
+
 CENTRED = with_rule(lambda z: z, lambda g, z: (g - g.mean(0),))
 SEES_OTHERS = {
     "contrastive, by map": (
@@ -317,6 +341,63 @@ SEES_OTHERS = {
     "contrastive, computed again": (
         lambda w, x: jax.checkpoint(lambda z: among(z, lambda a, z: jax.nn.logsumexp(z @ a)))(x @ w),
         "reads more of the batch than one example in a turn within",
+    ),
+    "a table of truths": (
+        lambda w, x: jnp.where(np.arange(len(x)) < 4, errors(w, x), 0.0).mean(),
+        "counts the examples",
+    ),
+    "numbered, in a product": (lambda w, x: jnp.arange(len(x)) * 1.0 @ errors(w, x), "counts the examples"),
+    "first of them, asked for": (
+        lambda w, x: jnp.where(jnp.arange(len(x)) < 2, errors(w, x), 0.0).mean(),
+        "counts the examples",
+    ),
+    "numbered, in a sum": (
+        lambda w, x: errors(w, x).mean() * jnp.arange(len(x)).sum(),
+        "counts the examples",
+    ),
+    "added where they stand": (
+        lambda w, x: (jnp.zeros(64).at[jnp.arange(len(x))].add(errors(w, x)) * np.arange(64.0)).sum(),
+        "counts the examples",
+    ),
+    "laid into a table": (
+        lambda w, x: (jnp.zeros(64).at[: len(x)].add(errors(w, x)) * np.arange(64.0)).sum(),
+        "takes some of the examples",
+    ),
+    "targets of halves": (
+        lambda w, x: (
+            ((x @ w)[:, 0] - jnp.concatenate([jnp.ones(len(x) // 2), jnp.zeros(len(x) // 2)])) ** 2
+        ).mean(),
+        "takes some of the examples",
+    ),
+    "targets that are repeated": (
+        lambda w, x: (((x @ w)[:, 0] - jnp.repeat(jnp.array([1.0, 0.0]), len(x) // 2)) ** 2).mean(),
+        "takes some of the examples",
+    ),
+    "halves, after a loop": (after_a_loop, "takes some of the examples"),
+    "sorted in a loop": (
+        lambda w, x: (x @ w * in_a_loop(lambda h: jnp.sort(h, 0), x @ w)).mean(),
+        "runs along the examples within",
+    ),
+    "a loop of as many turns": (
+        lambda w, x: errors(w, x).mean() * jax.lax.fori_loop(0, len(x), lambda i, c: c + 1.0, 0.0),
+        "as many turns as the batch is long",
+    ),
+    "by a function with a rule, computed again": (
+        lambda w, x: jax.checkpoint(
+            with_rule(lambda z: jnp.cumsum(z, 0), lambda g, z: (jnp.cumsum(g[::-1], 0)[::-1],))
+        )(x @ w).mean(),
+        "along the examples within",
+    ),
+    "a rule of another length": (
+        lambda w, x: (
+            with_rule(lambda z: z, lambda g, z: (g * 2.0 if len(g) == len(X) else g + 0.0,))(x @ w) ** 2
+        ).mean(),
+        "rule of its own, of other ops",
+    ),
+    "a rule of two results": (of_two_results, "rule of its own that reads a number"),
+    "a rule of the loss": (
+        lambda w, x: with_rule(lambda loss: loss, lambda g, loss: (g * loss,))(errors(w, x).mean()),
+        "rule of its own that reads a statistic",
     ),
     "a rule that centres": (lambda w, x: (CENTRED(x @ w) ** 2).mean(), "rule of its own that reads a stat"),
     "a rule that centres, in a loop": (
@@ -412,6 +493,16 @@ KEEPS_APART = {
     "each by map": lambda w, x: jax.lax.map(lambda x: jnp.tanh(x @ w).sum(), x).mean(),
     "to a table, by map": lambda w, x: jax.lax.map(lambda a: ((w - a) ** 2).sum(1).min(), x @ w).mean(),
     "by numbers of the data, by map": by_numbers_of_the_data,
+    "a table of the batch's length": lambda w, x: jnp.sum(np.full(len(x), 1 / len(x)) * errors(w, x)),
+    "a rule of numbers alone": lambda w, x: (
+        errors(w, x).mean()
+        + 0.0 * with_rule(lambda z: z.argmax(1), lambda g, z: (jnp.zeros_like(z),))(x @ w).sum()
+    ),
+    "a rule that leaves targets": lambda w, x: with_rule(
+        lambda z, y: ((z - y) ** 2).mean(), lambda g, z, y: (2 * g * (z - y) / z.size, None)
+    )(x @ w, x),
+    "a rule of a mean and of rows": of_a_mean_and_rows,
+    "a loop until": lambda w, x: (x @ w * in_a_loop(lambda h: jnp.tanh(2 * h), x @ w)).mean(),
     "rules of JAX": lambda w, x: (jax.nn.relu(x @ w) * jax.nn.softmax(x @ w) + jax.nn.silu(x @ w)).mean(),
     "a product with a rule": lambda w, x: (product_by(alone, alone)(x, w) ** 2).mean(),
     "a mean with a rule": lambda w, x: entropy_by(len)(x @ w, x.argmax(1)),

@@ -651,7 +651,13 @@ def scaled(w, scale, x):
     return w - 0.1 * g, jnp.maximum(0.99 * scale, jnp.max(jnp.abs(x))), loss
 
 
-@pytest.mark.parametrize("step", [moving, scaled])
+def flooded(w, level, x):
+    """A step that adds a number to its loss, and returns it in that number's place."""
+    loss, g = jax.value_and_grad(lambda w: jnp.abs(jnp.mean((x @ w) ** 2) - level) + level)(w)
+    return w - 0.1 * g, loss
+
+
+@pytest.mark.parametrize("step", [moving, scaled, flooded])
 @pytest.mark.parametrize("look", [inspect, ow.adopt])
 def test_a_number_to_which_the_batch_adds_is_asked_about(look, step):
     args, name = (jnp.ones(3), jnp.ones(()), X), step.__code__.co_varnames[1]

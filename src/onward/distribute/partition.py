@@ -169,7 +169,7 @@ class _Found:
                 if met := _met(variables, choice):
                     for v in met:
                         spec = _spec(v, split, self.mesh)
-                        if isinstance(split, str) and not spec and choice == v.name:
+                        if isinstance(split, str) and not spec and choice == v.name and self.mesh[split] > 1:
                             raise ArgumentError(_DIVIDES_NONE.format(v=v, axis=split, n=self.mesh[split]))
                         table.setdefault(v.name, spec)
                     break

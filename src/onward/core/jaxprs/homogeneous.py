@@ -24,6 +24,7 @@ from onward.core.jaxprs.body import Body
 from onward.core.jaxprs.equations import carry_of_scan, jaxprs_in, literal_value
 from onward.core.primitives.table import of
 from onward.core.primitives.traits import Linear, Moves, Reduces, Runs
+from onward.core.variable import limits_of
 
 Degree = float | None
 """By which power of a factor a value grows where the operands do; None: it is 0, or without an end."""
@@ -183,7 +184,8 @@ def _is_settled(eqn: Any) -> bool:
 
 def _is_without_end(value: Any) -> bool:
     """Whether numbers are 0, or stand for all that are larger."""
-    return bool(value.size) and bool(np.all((value == 0) | (value >= _ENDLESS)))
+    ends = min(_ENDLESS, float(limits_of(value.dtype).max)) if value.dtype.kind not in "biu" else _ENDLESS
+    return bool(value.size) and bool(np.all((value == 0) | (value >= ends)))
 
 
 def _common(degrees: Sequence[Degree]) -> Degree:

@@ -27,7 +27,7 @@ from onward.develop.accumulation.differing import expect_apart, expect_merged, e
 from onward.develop.accumulation.micro_batches import Accumulation, with_loop
 from onward.develop.accumulation.statistics import KnownOfWhole, OfMicroBatch, own_keys
 from onward.develop.batch import WEIGHT, batch_names, data_types, filled_up
-from onward.develop.over_batch.bending import expect_proportional
+from onward.develop.over_batch.bending import expect_proportional, expect_proportional_in_sums
 from onward.develop.over_batch.filled import misled
 from onward.develop.over_batch.known import Following, Follows, How
 from onward.develop.over_batch.loss import is_sum as is_sum_of
@@ -123,11 +123,14 @@ def accumulate(
         expect_rows(program, how, count)
     data = data_types(program, how.split, count * how.steps if is_free else how.whole_rows(program))
     how = _told(recipe, program, data, how)
-    if is_sum is None and how.steps > 1 and not how.is_sum:
-        parts = f"each of {how.steps} micro-batches has those of a mean over fewer examples, which are larger"
-        expect_proportional(
-            program, parts, "Return a sum over examples; is_sum=False says that it is meant so."
-        )
+    if is_sum is None and how.steps > 1:
+        each = f"each of {how.steps} micro-batches has those of"
+        meant = f"is_sum={bool(how.is_sum)} says that it is meant so."
+        if how.is_sum:
+            expect_proportional_in_sums(program, how.split, f"{each} its own examples. {meant}")
+        else:
+            instead = f"Return a sum over examples; {meant}"
+            expect_proportional(program, f"{each} a mean over fewer examples, which are larger", instead)
     step = Applied(accumulated, (how,), {}, Phase.MICRO_BATCHES, lays_out_batch=True)
     is_other = is_free or how.stand_ins or how.is_filled(program)
     return laid_out(recipe, step, data, None if is_other else lambda: _looped(program, recipe, how))

@@ -9,7 +9,7 @@ from onward.core.program import Program, Variable
 from onward.core.source import user_level
 from onward.develop.accumulation.carried import beside, is_counted, keys_in, made_of
 from onward.develop.accumulation.micro_batches import Accumulation
-from onward.develop.over_batch.known import Following
+from onward.develop.over_batch.known import Following, How
 
 _BY_SHARE = (
     ", but for a mean weighed by example_weight, jnp.sum(w * e) / jnp.sum(w): micro-batches count as much as "
@@ -43,6 +43,15 @@ def expect_apart(part: Program, following: Following, how: Accumulation) -> None
             f"gradients differ from those of the whole batch. {meant}",
             stacklevel=user_level(),
         )
+    for v in (v for v in part.outputs if v.is_float and following.found[v].kind is How.ROWS):
+        if following.found[v].power:
+            warnings.warn(
+                f"{part.name}: the result {v.name!r} holds numbers of the examples that are multiplied or "
+                f"divided by how many there are, and each of {steps} micro-batches has only its own. It "
+                "differs from that of the whole batch. Return them as they are.",
+                stacklevel=user_level(),
+            )
+            break
     for v in following.out_of_order(v for v in part.outputs if v not in part.constants)[:1]:
         warnings.warn(
             f"{part.name}: the result {v.name!r} holds the examples several times, or counts them from 0, "

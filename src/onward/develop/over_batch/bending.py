@@ -12,11 +12,13 @@ clips them clips others. The gradients of the whole batch are then no mean of th
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable, Sequence
 
 from onward.core.jaxprs.homogeneous import Degree, grown
 from onward.core.marks import FLOAT8_PRODUCT, ONES, SCALE_LOSS, gradient_type
 from onward.core.program import Op, Program, Variable
 from onward.core.source import user_level
+from onward.core.walk import descendants
 from onward.core.words import Pass
 
 
@@ -43,16 +45,29 @@ def bending(program: Program) -> list[tuple[Op, str]]:
 
 
 def expect_proportional(program: Program, reason: str, instead: str) -> None:
-    """Warn of a backward pass that gives other gradients where those of the loss are larger.
+    """Warn of a backward pass that gives other gradients where those of the loss are others.
 
     Args:
         program: with a backward pass.
-        reason: why they are larger.
+        reason: why they are others.
         instead: what to do about it.
     """
-    for op, why in bending(program)[:1]:
+    _warn(program, bending(program), f"{reason}. {instead}")
+
+
+def expect_proportional_in_sums(program: Program, split: Iterable[str], reason: str) -> None:
+    """The same of gradients that are added up over examples, as those of what depends on no data.
+
+    Where a loss is a sum those of examples are the same in all parts, and theirs are changed alike.
+    """
+    varies = descendants(program, [program[name] for name in split])
+    _warn(program, [(op, why) for op, why in bending(program) if op.of not in varies], reason)
+
+
+def _warn(program: Program, found: Sequence[tuple[Op, str]], reason: str) -> None:
+    for op, why in found[:1]:
         warnings.warn(
             f"{program.name}: {op.type!r}{op.at} changes gradients on their way back otherwise than in "
-            f"proportion to them ({why!r}), as a clip does, and {reason}. {instead}",
+            f"proportion to them ({why!r}), as a clip does, and {reason}",
             stacklevel=user_level(),
         )

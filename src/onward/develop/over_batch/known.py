@@ -156,6 +156,7 @@ class BatchWalk:
         has_own_axis: whether the parts are devices that the function speaks of itself.
         in_rule: whether it is over a derivative rule; those of its own ops are not looked at.
         zeros: the Variables that are 0 throughout.
+        choices: the Variables that each op which chooses among some reads.
         reaching: the ops whose results come back to the examples.
     """
 
@@ -172,6 +173,7 @@ class BatchWalk:
         self.result, self.like, self.parts, self.can_have = result, like, parts, can_have
         self.has_own_axis, self.in_turn, self.in_rule = has_own_axis, in_turn, in_rule
         self.zeros: set[Variable] = set()
+        self.choices: list[set[Variable]] = []
         self.reaching: set[Op] = set()
 
     def inner(

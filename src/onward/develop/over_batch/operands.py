@@ -13,7 +13,10 @@ from onward.core.jaxprs.body import Call
 from onward.core.primitives.table import of
 from onward.core.primitives.traits import Index, Linear
 from onward.core.program import Op, Variable
+from onward.core.variable import limits_of
 from onward.develop.over_batch.known import OWN, SAME, BatchWalk, Follows, How, Need
+
+COUNTS = "counts the examples from 0"
 
 
 class Operands:
@@ -51,8 +54,13 @@ class Operands:
         """
         found = [self.walk.result.found[v] for v in self.op.inputs]
         is_elementwise = of(next(self.op.body.calls).primitive).is_elementwise
-        of_rows = is_added and any(f.kind is How.ROWS for f in found)
+        rows = [(f, v) for f, v in zip(found, self.op.inputs, strict=True) if f.kind is How.ROWS]
+        of_rows = is_added and any(f.counts or self._counts_from_the_end(v) for f, v in rows)
         return bool(found) and (of_rows or not is_elementwise or self.walk.has_own_axis)
+
+    def _counts_from_the_end(self, index: Variable) -> bool:
+        """Whether the result is chosen in place of an index that is negative."""
+        return any({index, self.op.outputs[0]} <= among for among in self.walk.choices)
 
     def _take_numbers(self) -> None:
         self.walk.result.numbers[self.op] = self.op.body.with_numbers_of(self.other.body)
@@ -91,14 +99,23 @@ class Operands:
 
     def counts_on(self, call: Call, walk: BatchWalk) -> bool:
         """Whether the result numbers examples as well; noted, unless an index is made of it."""
-        index = of(call.primitive).index
-        if not any(f.counts for f, _ in self.values) or index is Index.ENDS:
+        row = of(call.primitive)
+        index = None if row.compares and not self._asks_for_sign() else row.index
+        if not self.counts() or index is Index.ENDS:
             return False
         fixed = all(f.counts or v is None or call.primitive != "add" for f, v in self.values)
         if index is Index.STAYS and fixed:
             return True
-        walk.note(self.op, "counts the examples from 0")
+        walk.note(self.op, COUNTS)
         return False
+
+    def counts(self) -> bool:
+        """Whether an operand numbers the examples."""
+        return any(f.counts for f, _ in self.values)
+
+    def _asks_for_sign(self) -> bool:
+        """Whether it compares with 0, as an index is that may count from the end."""
+        return any(self._is_zero(i) for i in range(len(self.values)))
 
     def _kept(self, first: Follows) -> Follows:
         return first if first.kind is How.ROWS or not self._has(How.ROWS) else Follows(How.ROWS, first.power)
@@ -196,8 +213,9 @@ class Operands:
 
 def power_between(mine: Any, theirs: Any, parts: int) -> int | None:
     """The power of the number of parts by which a number of the whole is as large; None if by another."""
-    powers = (0, 1, -1, 2, -2)
-    return next((p for p in powers if np.allclose(theirs, mine * float(parts) ** p, rtol=1e-6, atol=0)), None)
+    powers, dtype = (0, 1, -1, 2, -2), np.result_type(mine)
+    near = 8 * float(limits_of(dtype).eps) if _is_inexact(mine) else 0.0
+    return next((p for p in powers if np.allclose(theirs, mine * float(parts) ** p, near, atol=0)), None)
 
 
 def _keeps_inexact(call: Call) -> bool:

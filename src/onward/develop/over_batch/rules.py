@@ -50,16 +50,17 @@ def seen_by_rule(
         found: how what it gives does.
     """
     results = [f for f, v in zip(found, op.outputs, strict=True) if v.is_float]
-    if all(f.kind is How.SAME for f in (*given, *results)) or any(f.kind is How.OWN for f in results):
+    is_fixed = all(f.kind is How.SAME for f in (*given, *results))
+    if not results or is_fixed or any(f.kind is How.OWN for f in results):
         return ""
-    cotangents = [replace(f, power=0) if f.kind is How.ROWS else SAME for f in results]
+    cotangents = [_cotangent(f) for f in results]
     try:
         part, whole = _backward(op.body), _backward(other.body)
     except Exception:  # a rule that fails is told of where gradients are made, if they are
         return ""
     following = walk.inner(whole, part, [*given, *cotangents], in_rule=True)
     if following is None:
-        return ""
+        return f"{_OWN_RULE}, of other ops for a part of the batch"
     near = following.reaching(part, part.outputs)
     if near.mixing:
         seeing, why = near.mixing[0]
@@ -67,23 +68,27 @@ def seen_by_rule(
     if near.needs or near.normalizing or near.bent:
         return f"{_OWN_RULE} that reads a statistic of the examples"
     read = [f for f, v in zip(given, op.inputs, strict=True) if v.is_float]
-    if any(f.kind is How.ROWS and f.power for f in (*read, *results)) or len(set(map(_times, results))) > 1:
+    if any(f.kind is How.ROWS and f.power for f in (*read, *results)):
         return ""
-    pairs = zip(read, (following.found[v] for v in part.outputs), strict=True)
-    is_off = any(_is_off(of, gradient, _times(results[0])) for of, gradient in pairs)
+    pairs = list(zip(read, (following.found[v] for v in part.outputs), strict=True))
+    if any(of.kind is How.MEAN and gradient.kind is not How.SAME for of, gradient in pairs):
+        return f"{_OWN_RULE} that reads a statistic of the examples"
+    is_off = any(_is_off(of, gradient) for of, gradient in pairs)
     return f"{_OWN_RULE} that reads a number of examples" if is_off else ""
 
 
-def _times(result: Follows) -> int:
-    """The power of the number of parts by which each example counts in a result of the whole."""
-    return 0 if result.kind is How.ROWS else result.power - 1
+def _cotangent(result: Follows) -> Follows:
+    """How the gradient for a result follows where the loss is a sum over examples."""
+    if result.kind is How.ROWS:
+        return replace(result, power=0)
+    return replace(SAME, power=1 - result.power) if result.kind is How.MEAN else SAME
 
 
-def _is_off(of: Follows, gradient: Follows, times: int) -> bool:
-    """Whether a gradient for what is read counts each example otherwise than the result does."""
+def _is_off(of: Follows, gradient: Follows) -> bool:
+    """Whether a gradient for what is read counts examples otherwise than once each."""
     if gradient.kind is How.ROWS:
-        return gradient.power != times
-    return gradient.kind is How.MEAN and of.kind is How.SAME and gradient.power != times + 1
+        return gradient.power != 0
+    return gradient.kind is How.MEAN and of.kind is How.SAME and gradient.power != 1
 
 
 def _backward(body: Body) -> Program:

@@ -29,7 +29,7 @@ import numpy as np
 from onward.core.jaxprs.body import Call
 from onward.core.placement import equal_variables
 from onward.core.primitives.table import of
-from onward.core.primitives.traits import Exchanges, Reduces
+from onward.core.primitives.traits import Exchanges, Moves, Reduces
 from onward.core.program import Op, Program, Variable
 from onward.develop.over_batch.apart import mixing
 from onward.develop.over_batch.known import (
@@ -43,7 +43,7 @@ from onward.develop.over_batch.known import (
     How,
     Need,
 )
-from onward.develop.over_batch.operands import Operands, power_between
+from onward.develop.over_batch.operands import COUNTS, Operands, power_between
 from onward.develop.over_batch.own_keys import draws_for_examples
 from onward.develop.over_batch.within import within
 
@@ -161,14 +161,26 @@ class Follower(BatchWalk):
     def _constant(self, v: Variable, mine: Any, theirs: Any) -> Follows:
         if np.shape(mine) == np.shape(theirs):
             return self._number(v, mine, theirs)
-        counts = jnp.issubdtype(v.dtype, np.number) and np.unique(np.asarray(mine)).size > 1
-        return Follows(How.ROWS, counts=bool(counts or len(self.axes(v) or ()) > 1))
+        axes = self.axes(v) or ()
+        if v.is_key or not v.size or len(axes) != 1:
+            return Follows(How.ROWS, counts=len(axes) > 1)
+        one, other = (np.take(x, [0], axes[0]) for x in (np.asarray(mine), np.asarray(theirs)))
+        pairs = ((mine, one), (theirs, other))
+        is_alike = all(np.array_equal(x, np.broadcast_to(row, np.shape(x)), v.is_float) for x, row in pairs)
+        power = self._power(v, one, other) if is_alike else None
+        return Follows(How.ROWS, power or 0, counts=power is None)
+
+    def _power(self, v: Variable, mine: Any, theirs: Any) -> int | None:
+        """The power of the number of parts by which numbers are as large in the whole; None if by another."""
+        if np.array_equal(mine, theirs, equal_nan=v.is_float):
+            return 0
+        return power_between(mine, theirs, self.parts) if jnp.issubdtype(v.dtype, np.number) else None
 
     def _number(self, v: Variable, mine: Any, theirs: Any) -> Follows:
         """How a constant follows that has as many numbers in the whole."""
-        if mine is theirs or v.is_key or np.array_equal(mine, theirs):
+        if mine is theirs or v.is_key:
             return SAME
-        power = power_between(mine, theirs, self.parts) if jnp.issubdtype(v.dtype, np.number) else None
+        power = self._power(v, mine, theirs)
         if power is None:
             self.result.constants[v] = theirs
         return Follows(How.SAME, power or 0)
@@ -186,6 +198,7 @@ class Follower(BatchWalk):
             else:
                 self.like.update(zip(op.outputs, other.outputs, strict=True))
         self.reaching = self._reaching(op for op, _ in self.pairs)
+        self.choices = [set(op.inputs) for op, _ in self.pairs if op.primitive.chooses]
         for op, other in self.pairs:
             self.result.found.update(zip(op.outputs, self._followed(op, other), strict=True))
         return self.result
@@ -240,8 +253,11 @@ class Follower(BatchWalk):
         if axes:
             counts = given.counts_on(call, self)
             return replace(how, layout=self._layout(op, v, axes[0], call, given), counts=counts)
+        if given.counts():
+            self.note(op, COUNTS)
+            return OWN
         row = of(call.primitive)
-        if row.sums or (call.primitive == "scatter-add" and op.inputs[0] in self.zeros):
+        if row.sums or (call.primitive == "scatter-add" and self._adds_each(op, call, given)):
             return Follows(How.MEAN, how.power + 1)
         extremes = _OF_TRUTHS if v.dtype == bool else _EXTREMES
         if row.reduces in extremes:
@@ -261,6 +277,8 @@ class Follower(BatchWalk):
         if why := mixing(call, [f for f, _ in given.values], self._rows_of(given), axis):
             self.note(op, why)
         known = [(f.layout, w) for f, w in given.arrays if f.kind is How.ROWS and f.layout is not None]
+        if self._has_part(call, given, axis):
+            self.note(op, "takes some of the examples")
         if not known:
             return None
         first, source = known[0]
@@ -282,6 +300,21 @@ class Follower(BatchWalk):
             self.note(op, "pairs examples that do not belong together")
             return None
         return replace(alike[0], axis=axis) if alike else None
+
+    def _adds_each(self, op: Op, call: Call, given: Operands) -> bool:
+        """Whether a scatter adds each example to zeros where an index says, not in their order."""
+        windows = call.params["dimension_numbers"].update_window_dims
+        return op.inputs[0] in self.zeros and self._rows_of(given).get(2) not in windows
+
+    def _has_part(self, call: Call, given: Operands, axis: int) -> bool:
+        """Whether numbers of some of the examples are laid beside those of others."""
+        moves, found = of(call.primitive).moves, self._rows_of(given)
+        lengths = {k: w.shape[found[k]] for k, (_, w) in enumerate(given.values) if w and k in found}
+        if moves is Moves.JOINS and call.params.get("dimension") == axis:
+            unknown = [n for k, n in lengths.items() if given.values[k][0].layout is None]
+            return any(n % self.rows for n in unknown)
+        is_laid = moves is Moves.RESHAPES and all(given.values[k][0].layout is None for k in lengths)
+        return is_laid and any(n % self.rows for n in lengths.values())
 
     def _reshaped(
         self, op: Op, layout: ExampleLayout, source: Variable, v: Variable, axis: int

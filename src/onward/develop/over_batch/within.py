@@ -18,6 +18,8 @@ from onward.develop.over_batch.rules import seen_by_rule
 
 _SEE = "computes a statistic of the examples within"
 _SEE_OTHERS = "reads more of the batch than one example in a turn"
+_BY_LENGTH = "takes as many turns as the batch is long"
+_UNKNOWN = "may let examples see each other"
 _ONE_BY_ONE = "goes through the examples one after the other"
 
 
@@ -25,10 +27,10 @@ def within(walk: BatchWalk, op: Op, other: Op, call: Call, given: Operands) -> l
     """How the outputs follow the whole's; what would have to be merged within is noted."""
     given.settle_extremes()
     values = [f for f, _ in given.values]
-    if all(f == SAME for f in values):
+    if all(f == SAME for f in values) and not _loops_differ(op.body, other.body):
         return [walk.by_shape(v, SAME) for v in op.outputs]
     inside = _BodyWalk(walk, op, list(other.subprograms.values()), list(op.subprograms.values()))
-    found = inside.found(call, given)
+    found = None if _turns_by_length(op.body, other.body) else inside.found(call, given)
     if found is not None:
         found = [found[result_of(op.body, i)] for i in range(len(op.outputs))]
         if of(call.primitive).runs is Runs.RULE and not (walk.has_own_axis or walk.in_rule):
@@ -36,8 +38,12 @@ def within(walk: BatchWalk, op: Op, other: Op, call: Call, given: Operands) -> l
             walk.result.rules += [(op, why)] if why else []
         return found
     given.settled()
-    if inside.mixing or _ends_within(op.body, other.body):
+    if _turns_by_length(op.body, other.body):
+        walk.note(op, _BY_LENGTH)
+    elif inside.mixing or _ends_within(op.body, other.body):
         walk.note(op, inside.mixing or _SEE)
+    elif of(call.primitive).runs in (Runs.WHILE, Runs.SCAN) or is_opaque(call.primitive):
+        walk.note(op, _UNKNOWN)
     return [walk.by_shape(v, OWN) for v in op.outputs]
 
 
@@ -61,6 +67,8 @@ class _BodyWalk:
         values = [f for f, _ in given.values]
         if row.runs is Runs.SCAN and len(self.parts) == 1:
             return self.scan(given, call)
+        if row.runs is Runs.WHILE:
+            return self.loop(values, call.params["cond_nconsts"], call.params["body_nconsts"])
         if row.calls_once and self.parts and len(self.parts[0].inputs) == len(values):
             return self.called(self.wholes[0], self.parts[0], values)
         return None
@@ -71,7 +79,8 @@ class _BodyWalk:
         near = following and following.reaching(part, part.outputs)
         self.walk.result.rules += [(self.op, why) for _, why in near.rules] if near else []
         if near is None or not _is_plain(near, part):
-            told = [why for op, why in near.mixing if not is_opaque(op.type)] if near else []
+            mixing = near.mixing if near else ()
+            told = [why for op, why in mixing if not is_opaque(next(op.body.calls).primitive)]
             self.mixing = f"{told[0]} within" if told else self.mixing
             return None
         assert following is not None
@@ -105,6 +114,17 @@ class _BodyWalk:
                 return [*found[:carries], *map(_stacked, found[carries:])]
         return None
 
+    def loop(self, values: Sequence[Follows], asking: int, running: int) -> list[Follows] | None:
+        """What a loop carries at its end, if all parts take as many turns; None if that is not known."""
+        names = [*self.op.subprograms]
+        turn, question = names.index("body_jaxpr"), names.index("cond_jaxpr")
+        consts, carry = values[asking : asking + running], values[asking + running :]
+        found = self._settled(consts, carry, [], turn)
+        if found is None:
+            return None
+        asked = self.called(self.wholes[question], self.parts[question], [*values[:asking], *found])
+        return found if asked is not None and asked[0] == SAME else None
+
     def _along_examples(self, given: Operands, count: int, carries: int) -> list[Follows]:
         """The results of a loop over the examples: rows, unless a turn sees other examples than its own."""
         given.settled()
@@ -121,11 +141,11 @@ class _BodyWalk:
         return [rows if i >= carries else OWN for i in range(len(part.outputs))]
 
     def _settled(
-        self, consts: Sequence[Follows], carry: Sequence[Follows], turns: Sequence[Follows]
+        self, consts: Sequence[Follows], carry: Sequence[Follows], turns: Sequence[Follows], place: int = 0
     ) -> list[Follows] | None:
         """The results of a turn for a carry that it leaves as it is."""
         for _ in range(3):
-            found = self.called(self.wholes[0], self.parts[0], [*consts, *carry, *turns])
+            found = self.called(self.wholes[place], self.parts[place], [*consts, *carry, *turns])
             joined = None if found is None else list(starmap(_joined, zip(carry, found, strict=False)))
             if found is None or joined is None or None in joined:
                 return None
@@ -163,7 +183,21 @@ def _joined(before: Follows, after: Follows) -> Follows | None:
     if before == SAME and after.kind in (How.MEAN, How.ROWS) and not after.power:
         return after
     rows = before.kind is How.ROWS and after.kind is How.ROWS and before.power == after.power
-    return replace(after, layout=None) if rows else None
+    return replace(after, layout=after.layout if before.layout is None else None) if rows else None
+
+
+def _turns_by_length(mine: Body, theirs: Body) -> bool:
+    """Whether a loop along no examples takes another number of turns for the whole."""
+    call, other = next(mine.calls), next(theirs.calls)
+    if of(call.primitive).runs is not Runs.SCAN or call.params["length"] == other.params["length"]:
+        return False
+    return len(call.operands) == sum(carry_of(mine))
+
+
+def _loops_differ(mine: Body, theirs: Body) -> bool:
+    """Whether loops are others for the whole, which read nothing that is."""
+    loops = (of(call.primitive).is_loop for call in mine.calls_within)
+    return any(loops) and mine.text != theirs.text
 
 
 def _ends_within(mine: Body, theirs: Body) -> bool:

@@ -96,8 +96,8 @@ class Provenance:
                 return -1
             if self.trains and self.wide.isdisjoint(new.variables):
                 return len(changed)
-            if told:
-                return 0
+            if self.trains:
+                return 0 if told else -1
         updated = sum(self.is_updated(n, o) for n, o in pairs)
         if updated:
             return updated
