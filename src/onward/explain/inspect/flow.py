@@ -96,15 +96,17 @@ class Provenance:
                 return -1
             if self.trains and self.wide.isdisjoint(new.variables):
                 return len(changed)
-            if self.trains:
-                return 0 if told else -1
         updated = sum(self.is_updated(n, o) for n, o in pairs)
         if updated:
             return updated
         gradients = any(n in self.makers and self.makers[n].made_by is Pass.BACKWARD for n, _ in changed)
+        is_wide_number = new.is_numbers and bool(changed) and self.trains
+        if is_wide_number and told:
+            return 0
         if gradients or not any(self.is_kept(n, o) for n, o in changed):
             return -1
-        surely = told or not jax.tree_util.treedef_is_leaf(new.treedef) or new.place == old.place
+        is_in_place = new.place == old.place and not is_wide_number
+        surely = told or not jax.tree_util.treedef_is_leaf(new.treedef) or is_in_place
         return 0 if surely or old.variables[0].may_be_key else -1
 
     def is_counted_on(self, new: TreePart, old: TreePart) -> bool:
