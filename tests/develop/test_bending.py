@@ -86,6 +86,22 @@ def test_a_weight_of_few_bits_that_waits_for_a_gradient_is_no_clip(base: str):
     assert bending(ow.SGD(0.1).minimize(adapted)) == []
 
 
+def test_in_a_sum_rules_of_parameters_are_told_of_and_those_of_examples_are_not():
+    clip = with_rule(BENT["clipped"])
+
+    def of_examples(w: Any, x: Any) -> Any:
+        return jnp.sum(clip(x @ w) ** 2)
+
+    def of_parameters(w: Any, x: Any) -> Any:
+        return jnp.sum((x @ clip(w)) ** 2)
+
+    ow.accumulate(ow.SGD(0.1).minimize(of_examples, W, X), 4)
+    with pytest.warns(
+        UserWarning, match="otherwise than in proportion .* 4 micro-batches has those of its own"
+    ):
+        ow.accumulate(ow.SGD(0.1).minimize(of_parameters, W, X), 4)
+
+
 LAYOUTS: dict[str, Any] = {
     "accumulate": lambda program: ow.accumulate(program, 4),
     "replicate": lambda program: ow.replicate(program, 2),

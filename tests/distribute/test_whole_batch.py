@@ -623,6 +623,13 @@ def returning(rows):
     return ow.SGD(0.1).minimize(loss, W, X, has_aux=True)
 
 
+def test_rows_that_are_divided_by_their_number_are_warned_of():
+    program = returning(lambda r: r / len(r))
+    with pytest.warns(UserWarning, match="divided by how many there are, and each of 2 micro-batches"):
+        ow.accumulate(program, 2)
+    ow.replicate(program, 2)
+
+
 SPREAD = {"devices": lambda p: ow.replicate(p, 2), "micro-batches": lambda p: ow.accumulate(p, 2)}
 
 

@@ -8,6 +8,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from tests.fleet.on_threads import WAIT, alone, arrays, close, together
 
@@ -61,6 +62,12 @@ def test_fifty_rounds_equal_fifty_steps_of_one_device():
     assert steps.tolist() == list(range(1, STEPS, 2))
     np.testing.assert_allclose(norms[0], np.linalg.norm(FIRST["w"]), 1e-12)
     np.testing.assert_array_equal(run.watched[1].of("w", "norm")[1], norms)
+
+
+def test_an_update_of_optax_is_traced_by_each_server():
+    program = ow.from_optax(optax.adamw(0.01)).minimize(loss, FIRST, X[:ROWS], Y[:ROWS])
+    run = ow.cluster.train(program, BATCHES[:5], parameters=FIRST, trainers=1, servers=2, progress=False)
+    close(run.model, alone(program, BATCHES[:5], FIRST)[0], FIRST, 1e-9)
 
 
 def gone(pids, count):

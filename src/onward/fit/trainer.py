@@ -41,7 +41,8 @@ class Trainer(TrainerParts):
             Such a step changes nothing, and the Trainer can go on.
 
     Attributes:
-        history: loss and metrics of every step, and of every test.
+        history: loss and metrics of every step that this Trainer made, and of every test; those before a
+            ``restore`` are in the history of the Trainer that made them.
         identity: who this training is; what it resumes gives it another.
         standing: where the training stands, beside its State.
         epoch, batch, step: of it: epochs and batches of this epoch done, steps in all.

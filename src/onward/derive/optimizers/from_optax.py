@@ -133,6 +133,10 @@ class FromOptax(Optimizer):
             )
         object.__setattr__(self, "_known", [])
 
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the updates that were traced here: another process traces its own."""
+        return {**vars(self), "_known": []}
+
     @property
     def name(self) -> str:
         """The type of its ops."""

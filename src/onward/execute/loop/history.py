@@ -34,6 +34,9 @@ WAITING = (
 NAN = float("nan")
 
 
+_NOTHING = "No step was made yet: where training is done already, a Trainer that resumes it has none to make."
+
+
 class History(Mapping[str, np.ndarray], Pointing):
     """Metrics by name, each an array of one float64 a record, NaN where a record lacks that metric.
 
@@ -117,7 +120,8 @@ class History(Mapping[str, np.ndarray], Pointing):
             UnknownNameError: no record has it.
         """
         if name not in self._columns:
-            raise UnknownNameError(f"The history has no {name!r}. {nearest(str(name), self._columns)}")
+            advice = nearest(str(name), self._columns) if self._columns else _NOTHING
+            raise UnknownNameError(f"The history has no {name!r}. {advice}")
         with self._lock:
             self._fetch(len(self._waiting))
             return np.array(self._columns[name])
