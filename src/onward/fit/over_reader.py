@@ -217,7 +217,7 @@ class ReaderNumbers:
 
 
 class _WholeData:
-    """What the batches bring that is taken to hold no examples, and whether it is always the same.
+    """The data that is taken to hold no examples, and whether it is the same in all batches.
 
     Attributes:
         is_cut: some of it differs, and is as long as the batch: it seems to hold examples.

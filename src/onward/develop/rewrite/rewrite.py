@@ -99,10 +99,10 @@ def rewrite(
     new = Pattern(replacement, patterns[0].types)
     forward = build(recipe.until(Phase.ADAPT), whole_types(program))
     names, matches = _found(forward, patterns, where)
-    comparison = _Comparison(tolerance)
-    comparison.expect_equal(matches, new)
+    check = _ReplacementCheck(tolerance)
+    check.expect_equal(matches, new)
     functions = tuple(p.function for p in patterns)
-    told = (functions, replacement, patterns[0].like, names, comparison)
+    told = (functions, replacement, patterns[0].like, names, check)
     step = Applied(rewritten, told, {}, Phase.REWRITE)
     grown = recipe.including(step)
     return resumed(step(forward), grown, len(grown.until(Phase.ADAPT).steps), whole_types(program))
@@ -133,7 +133,7 @@ def rewritten(
     replacement: Function,
     like: Any,
     names: Sequence[str],
-    comparison: _Comparison,
+    check: _ReplacementCheck,
 ) -> Program:
     """A forward Program with the replacement, of these results or all; what is not found stays as it is.
 
@@ -146,12 +146,12 @@ def rewritten(
 
     patterns = [Pattern(function, like) for function in functions]
     new = Pattern(replacement, patterns[0].types)
-    comparison.expect_equal([m for m in occurrences(program, patterns, Nearest()) if is_meant(m)], new)
+    check.expect_equal([m for m in occurrences(program, patterns, Nearest()) if is_meant(m)], new)
     return Rewriting(patterns, new, is_meant).of(program)
 
 
-class _Comparison:
-    """What one call of ``rewrite`` has compared, so that nothing is compared again when a batch is as long.
+class _ReplacementCheck:
+    """The comparisons that one call of ``rewrite`` has made, so that nothing is compared again when a batch is as long.
 
     Args:
         tolerance: the part of the largest number by which results may differ.

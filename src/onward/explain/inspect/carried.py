@@ -26,7 +26,7 @@ Choice = tuple[TreePart, list[TreePart]]
 
 @dataclass(frozen=True, eq=False)
 class Ends:
-    """What a step is given and what it returns, and what shows which of the one replaces which of the other.
+    """The arguments and the results of a step, and what shows which of these replace which of those.
 
     Attributes:
         arguments: every part of what it is given.
