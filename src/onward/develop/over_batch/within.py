@@ -115,7 +115,7 @@ class _BodyWalk:
         return None
 
     def loop(self, values: Sequence[Follows], asking: int, running: int) -> list[Follows] | None:
-        """The values that a loop carries at its end, if all parts take as many turns; None if that is not known."""
+        """The values that a loop carries at its end; None unless it is known that all parts turn as often."""
         names = [*self.op.subprograms]
         turn, question = names.index("body_jaxpr"), names.index("cond_jaxpr")
         consts, carry = values[asking : asking + running], values[asking + running :]

@@ -151,7 +151,7 @@ def rewritten(
 
 
 class _ReplacementCheck:
-    """The comparisons that one call of ``rewrite`` has made, so that nothing is compared again when a batch is as long.
+    """The comparisons that one call of ``rewrite`` has made: a batch that is as long needs no others.
 
     Args:
         tolerance: the part of the largest number by which results may differ.
