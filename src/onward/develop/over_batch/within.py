@@ -16,6 +16,7 @@ from onward.develop.over_batch.known import OWN, SAME, BatchWalk, ExampleLayout,
 from onward.develop.over_batch.operands import Operands
 from onward.develop.over_batch.rules import seen_by_rule
 
+_WITHIN = " within"
 _SEE = "computes a statistic of the examples within"
 _SEE_OTHERS = "reads more of the batch than one example in a turn"
 _BY_LENGTH = "takes as many turns as the batch is long"
@@ -42,7 +43,7 @@ def within(walk: BatchWalk, op: Op, other: Op, call: Call, given: Operands) -> l
         walk.note(op, _BY_LENGTH)
     elif inside.mixing or _ends_within(op.body, other.body):
         walk.note(op, inside.mixing or _SEE)
-    elif of(call.primitive).runs in (Runs.WHILE, Runs.SCAN) or is_opaque(call.primitive):
+    elif of(call.primitive).runs in (Runs.WHILE, Runs.SCAN):
         walk.note(op, _UNKNOWN)
     return [walk.by_shape(v, OWN) for v in op.outputs]
 
@@ -81,7 +82,7 @@ class _BodyWalk:
         if near is None or not _is_plain(near, part):
             mixing = near.mixing if near else ()
             told = [why for op, why in mixing if not is_opaque(next(op.body.calls).primitive)]
-            self.mixing = f"{told[0]} within" if told else self.mixing
+            self.mixing = f"{told[0].removesuffix(_WITHIN)}{_WITHIN}" if told else self.mixing
             return None
         assert following is not None
         if following.counted:
