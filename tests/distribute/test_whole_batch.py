@@ -336,7 +336,7 @@ SEES_OTHERS = {
         lambda w, x: jax.lax.map(
             lambda i: (((x @ w)[i] - (x @ w)[(i + 1) % len(x)]) ** 2).sum(), jnp.arange(len(x))
         ).mean(),
-        "some of the examples within",
+        "counts the examples from 0 within",
     ),
     "contrastive, computed again": (
         lambda w, x: jax.checkpoint(lambda z: among(z, lambda a, z: jax.nn.logsumexp(z @ a)))(x @ w),
@@ -491,6 +491,9 @@ SEES_OTHERS = {
 }
 KEEPS_APART = {
     "each by map": lambda w, x: jax.lax.map(lambda x: jnp.tanh(x @ w).sum(), x).mean(),
+    "each by its number, by map": lambda w, x: jax.lax.map(
+        lambda i: ((x[i] @ w) ** 2).sum() * x[i, 0], jnp.arange(len(x))
+    ).mean(),
     "to a table, by map": lambda w, x: jax.lax.map(lambda a: ((w - a) ** 2).sum(1).min(), x @ w).mean(),
     "by numbers of the data, by map": by_numbers_of_the_data,
     "a table of the batch's length": lambda w, x: jnp.sum(np.full(len(x), 1 / len(x)) * errors(w, x)),

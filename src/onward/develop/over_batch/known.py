@@ -36,7 +36,8 @@ class ExampleLayout:
 class Follows:
     """The whole's value is ``parts ** power`` times what ``kind`` says.
 
-    ``layout`` is known of some ROWS; ``counts`` says that they number the examples of a part from 0.
+    ``layout`` is known of some ROWS; ``counts`` says that they number the examples of a part from 0, and of
+    what is the SAME that it is the number of the example at which a loop over all is.
     """
 
     kind: How

@@ -24,9 +24,9 @@ class Operands:
 
     def __init__(self, walk: BatchWalk, op: Op, other: Op) -> None:
         self.walk, self.op, self.other = walk, op, other
-        self.values = list(map(self._value, op.body.operands, op.body.numbers, other.body.numbers))
         found = walk.result.found
         self.arrays = [(found[v], v) for v in op.inputs]
+        self.values = list(map(self._value, op.body.operands, op.body.numbers, other.body.numbers))
 
     def _value(self, operand: int | str, number: Any, theirs: Any) -> tuple[Follows, Variable | None]:
         if isinstance(operand, int):
@@ -54,8 +54,8 @@ class Operands:
         """
         found = [self.walk.result.found[v] for v in self.op.inputs]
         is_elementwise = of(next(self.op.body.calls).primitive).is_elementwise
-        rows = [(f, v) for f, v in zip(found, self.op.inputs, strict=True) if f.kind is How.ROWS]
-        of_rows = is_added and any(f.counts or self._counts_from_the_end(v) for f, v in rows)
+        rows = [v for f, v in zip(found, self.op.inputs, strict=True) if f.kind is How.ROWS]
+        of_rows = is_added and (self.counts() or any(map(self._counts_from_the_end, rows)))
         return bool(found) and (of_rows or not is_elementwise or self.walk.has_own_axis)
 
     def _counts_from_the_end(self, index: Variable) -> bool:
@@ -111,7 +111,7 @@ class Operands:
 
     def counts(self) -> bool:
         """Whether an operand numbers the examples."""
-        return any(f.counts for f, _ in self.values)
+        return any(f.counts for f, _ in self.arrays)
 
     def _asks_for_sign(self) -> bool:
         """Whether it compares with 0, as an index is that may count from the end."""

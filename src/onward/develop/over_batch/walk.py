@@ -249,10 +249,12 @@ class Follower(BatchWalk):
             self.note(op, pairs if axes else "takes some of the examples, or adds to them")
             return OWN
         if how.kind is not How.ROWS:
-            return self._without_rows(op, v, call, how, axes)
+            return self._without_rows(op, v, call, given, how, axes)
         if axes:
             counts = given.counts_on(call, self)
             return replace(how, layout=self._layout(op, v, axes[0], call, given), counts=counts)
+        if self._is_own(call, given):
+            return SAME
         if given.counts():
             self.note(op, COUNTS)
             return OWN
@@ -265,13 +267,15 @@ class Follower(BatchWalk):
         self.note(op, "takes some of the examples")
         return OWN
 
-    def _without_rows(self, op: Op, v: Variable, call: Call, how: Follows, axes: list[int]) -> Follows:
+    def _without_rows(
+        self, op: Op, v: Variable, call: Call, given: Operands, how: Follows, axes: list[int]
+    ) -> Follows:
         if call.primitive == "broadcast_in_dim" and op.body.numbers[0] is not None:
             self.zeros.update([v] if not np.any(op.body.numbers[0]) else [])
         if axes:
             counts = call.primitive == "iota" and axes == [call.params["dimension"]]
             return replace(self.by_shape(v, OWN), power=how.power, counts=counts)
-        return how
+        return replace(how, counts=True) if given.counts() and given.counts_on(call, self) else how
 
     def _layout(self, op: Op, v: Variable, axis: int, call: Call, given: Operands) -> ExampleLayout | None:
         if why := mixing(call, [f for f, _ in given.values], self._rows_of(given), axis):
@@ -300,6 +304,21 @@ class Follower(BatchWalk):
             self.note(op, "pairs examples that do not belong together")
             return None
         return replace(alike[0], axis=axis) if alike else None
+
+    def _is_own(self, call: Call, given: Operands) -> bool:
+        """Whether it takes the one example whose number a loop over all of them is at."""
+        (first, _), *indices = given.values
+        layout = first.layout
+        if layout is None or (layout.blocks, layout.each) != (1, 1):
+            return False
+        moves = of(call.primitive).moves
+        if moves is Moves.CUTS_AT:
+            index, _ = indices[layout.axis]
+        elif moves is Moves.LOOKS_UP and call.params["dimension_numbers"].start_index_map == (layout.axis,):
+            index, _ = indices[0]
+        else:
+            return False
+        return index == Follows(How.SAME, counts=True) and call.params["slice_sizes"][layout.axis] == 1
 
     def _adds_each(self, op: Op, call: Call, given: Operands) -> bool:
         """Whether a scatter adds each example to zeros where an index says, not in their order."""

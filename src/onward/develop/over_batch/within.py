@@ -134,8 +134,8 @@ class _BodyWalk:
             self.walk.note(self.op, _ONE_BY_ONE)
         else:
             fixed = [f for f, _ in given.values[:count]]
-            numbered = [one if not f.counts else OWN for f, _ in given.values[count:]]
-            found = self.called(whole, part, [*fixed, *numbered])
+            turn = [replace(one, counts=f.counts) for f, _ in given.values[count:]]
+            found = self.called(whole, part, [*fixed, *turn])
             if found is None or any(f != one for f in found):
                 self.walk.note(self.op, self.mixing or _SEE_OTHERS)
         rows = Follows(How.ROWS, 0, ExampleLayout(0))
