@@ -80,8 +80,7 @@ def of_whole_batch(
 
 def expect_own_gradients(local: Program, following: Following, devices: int) -> None:
     """Warn of a derivative rule in which examples see each other, as no derivative would let them."""
-    rules = [] if local.loss is None else following.reaching(local, [local.loss]).rules
-    for op, why in rules[:1]:
+    for op, why in following.rules_of_loss(local)[:1]:
         warnings.warn(_said(local, op, why, devices), stacklevel=user_level())
 
 

@@ -56,7 +56,7 @@ class PipelineRun:
         batch = [self._put(self.fed[v.name], stages.whole[0]) for v in stages.split]
         state = [self._state(v.name, 0) for v in ahead.state]
         pieces, handed, last, self.scales = stages.begin((), state, batch)
-        names = (*pipeline.loop.given, *ahead.outputs)
+        names = (*pipeline.loop.batch.given, *ahead.outputs)
         pairs = zip(pieces, handed, strict=True)
         self.given = [dict(zip(names, (*mine, *hers), strict=True)) for mine, hers in pairs]
         self.made |= zip((new for *_, new in pipeline.loop.threaded), last, strict=True)

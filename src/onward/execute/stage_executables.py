@@ -247,13 +247,13 @@ class StageExecutables(StagePlaces):
                 handed.append(found[len(following) :])
             joined = [jnp.stack(values) for values in zip(*handed, strict=True)]
             turns = [pipeline.lanes.turn(i) for i in range(count)]
-            scales = loop.scales(pieces)
+            scales = loop.batch.scales(pieces)
             shares = [None if scales is None else scales[turn] for turn in turns]
             given, told = [[[x[turn] for x in group] for turn in turns] for group in (pieces, joined)]
             return given, told, state, shares
 
         outs = (
-            [[self.lies(v, 0) for v in loop.given]] * count,
+            [[self.lies(v, 0) for v in loop.batch.given]] * count,
             [[self.lies(v, 0) for v in ahead.outputs]] * count,
             self.whole[0],
             self.share_lies(0),

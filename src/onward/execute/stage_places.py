@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from onward.core.lower import lower
 from onward.core.program import Op, Program, Variable
-from onward.develop.accumulation.micro_batches import LoopResult
+from onward.develop.accumulation.loop import LoopResult
 from onward.distribute.pipeline.cut import Pipeline
 from onward.execute.options import Value, all_options
 from onward.execute.stage_rows import StagePlace, StageRows, sharding_of
@@ -126,7 +126,7 @@ class StagePlaces:
     def scale(self) -> Any:
         """The type of the share of a micro-batch; None where all count alike."""
         loop = self.pipeline.loop
-        found = jax.eval_shape(lambda batch: loop.scales(self.cut_up(batch)), self.batch)
+        found = jax.eval_shape(lambda batch: loop.batch.scales(self.cut_up(batch)), self.batch)
         return None if found is None else jax.ShapeDtypeStruct((), found.dtype)
 
     def scale_in(self, stage: int) -> Any:
@@ -148,4 +148,4 @@ class StagePlaces:
 
     def cut_up(self, batch: Sequence[Any]) -> list[Any]:
         """Batches of data in micro-batches, as ``[steps, rows, ...]``."""
-        return self.pipeline.loop.pieces(dict(zip(self.split, batch, strict=True)))
+        return self.pipeline.loop.batch.pieces(dict(zip(self.split, batch, strict=True)))

@@ -24,7 +24,8 @@ from onward.core.walk import Where, listed, producers, select
 from onward.core.words import Placement
 from onward.develop.accumulation.carried import keys_in, made_of, untold
 from onward.develop.accumulation.differing import expect_apart, expect_merged, expect_moved_on
-from onward.develop.accumulation.micro_batches import Accumulation, with_loop
+from onward.develop.accumulation.loop import with_loop
+from onward.develop.accumulation.micro_batches import Accumulation
 from onward.develop.accumulation.statistics import KnownOfWhole, OfMicroBatch, own_keys
 from onward.develop.batch import WEIGHT, batch_names, data_types, filled_up
 from onward.develop.over_batch.bending import expect_proportional, expect_proportional_in_sums

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from onward.core.program import Program, Variable
 from onward.core.source import user_level
@@ -15,50 +16,61 @@ _BY_SHARE = (
     ", but for a mean weighed by example_weight, jnp.sum(w * e) / jnp.sum(w): micro-batches count as much as "
     "the weights of their examples"
 )
+_RESULT = "The result differs from that of the whole batch"
+
+
+class _Difference(NamedTuple):
+    """Something that a micro-batch computes otherwise than the whole batch."""
+
+    what: str
+    differs: str
+    instead: str = ""
 
 
 def expect_apart(part: Program, following: Following, how: Accumulation) -> None:
     """Warn where what a micro-batch returns or carries on needs the examples of others."""
-    steps, by_share = how.steps, "" if how.weight is None else _BY_SHARE
-    near = following.reaching(part, [*part.outputs, *part.next_state.values()])
-    meant = "If it is meant so: is_sum=False, or True for a sum over examples."
-    for op, why in near.mixing[:1]:
+    by_share = "" if how.weight is None else _BY_SHARE
+    for found in _differences(part, following, by_share):
         warnings.warn(
-            f"{part.name}: {op.type!r}{op.at} {why}, and each of {steps} micro-batches has only its own. The "
-            f"result differs from that of the whole batch{by_share}. Data that every micro-batch needs "
-            f"whole, such as the nodes of a graph: accumulate(..., whole=['nodes']). {meant}",
+            f"{part.name}: {found.what}, and each of {how.steps} micro-batches has only its own. "
+            f"{found.differs}. {found.instead}If it is meant so: is_sum=False, or True for a sum over "
+            "examples.",
             stacklevel=user_level(),
+        )
+
+
+def _differences(part: Program, following: Following, by_share: str) -> Iterator[_Difference]:
+    """The first of each kind."""
+    near = following.reaching(part, [*part.outputs, *part.next_state.values()])
+    for op, why in near.mixing[:1]:
+        yield _Difference(
+            f"{op.type!r}{op.at} {why}",
+            f"{_RESULT}{by_share}",
+            "Data that every micro-batch needs whole, such as the nodes of a graph: accumulate(..., "
+            "whole=['nodes']). ",
         )
     for op in near.normalizing[:1]:
-        warnings.warn(
-            f"{part.name}: {op.type!r}{op.at} reads a statistic of the examples, as batch normalization "
-            f"does, and each of {steps} micro-batches has only its own. The result differs from that of the "
-            f"whole batch. Normalize every example by itself (layer_norm, group_norm). {meant}",
-            stacklevel=user_level(),
+        yield _Difference(
+            f"{op.type!r}{op.at} reads a statistic of the examples, as batch normalization does",
+            _RESULT,
+            "Normalize every example by itself (layer_norm, group_norm). ",
         )
-    rules = [] if part.loss is None else following.reaching(part, [part.loss]).rules
-    for op, why in rules[:1]:
-        warnings.warn(
-            f"{part.name}: {op.type!r}{op.at} {why}, and each of {steps} micro-batches has only its own. The "
-            f"gradients differ from those of the whole batch. {meant}",
-            stacklevel=user_level(),
+    for op, why in following.rules_of_loss(part)[:1]:
+        what = f"{op.type!r}{op.at} {why}"
+        yield _Difference(what, "The gradients differ from those of the whole batch")
+    rows = [v for v in part.outputs if v.is_float and following.found[v].kind is How.ROWS]
+    for v in [v for v in rows if following.found[v].power][:1]:
+        yield _Difference(
+            f"the result {v.name!r} holds numbers of the examples that are multiplied or divided by how "
+            "many there are",
+            _RESULT,
+            "Return them as they are. ",
         )
-    for v in (v for v in part.outputs if v.is_float and following.found[v].kind is How.ROWS):
-        if following.found[v].power:
-            warnings.warn(
-                f"{part.name}: the result {v.name!r} holds numbers of the examples that are multiplied or "
-                f"divided by how many there are, and each of {steps} micro-batches has only its own. It "
-                "differs from that of the whole batch. Return them as they are.",
-                stacklevel=user_level(),
-            )
-            break
     for v in following.out_of_order(v for v in part.outputs if v not in part.constants)[:1]:
-        warnings.warn(
-            f"{part.name}: the result {v.name!r} holds the examples several times, or counts them from 0, "
-            f"and each of {steps} micro-batches lays its own beside each other: it differs from that of the "
-            "whole batch. Return examples once each, as a tuple in place of a concatenation, and count them "
-            "outside.",
-            stacklevel=user_level(),
+        yield _Difference(
+            f"the result {v.name!r} holds the examples several times, or counts them from 0",
+            _RESULT,
+            "Return examples once each, as a tuple in place of a concatenation, and count them outside. ",
         )
 
 

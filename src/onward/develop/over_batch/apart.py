@@ -12,7 +12,7 @@ from onward.core.jaxprs.body import Call
 from onward.core.primitives.table import of
 from onward.core.primitives.traits import Moves, Primitive
 from onward.core.wiring import wiring
-from onward.develop.over_batch.known import Follows
+from onward.develop.over_batch.known import Follows, How
 
 _BY_LAYOUT = (Moves.RESHAPES, Moves.REPEATS, Moves.JOINS, Moves.CUTS)
 _CUTS = "takes some of the examples, or adds to them"
@@ -43,6 +43,45 @@ def mixing(call: Call, values: list[Follows], rows: Mapping[int, int], axis: int
     if kept.issuperset(rows.items()):
         return ""
     return _CUTS if row.moves is Moves.CUTS_AT else "runs along the examples"
+
+
+def is_own(call: Call, values: list[Follows]) -> bool:
+    """Whether an equation takes the one example whose number a loop over all of them is at."""
+    first, *indices = values
+    layout = first.layout
+    if layout is None or (layout.blocks, layout.each) != (1, 1):
+        return False
+    moves = of(call.primitive).moves
+    if moves is Moves.CUTS_AT:
+        index = indices[layout.axis]
+    elif moves is Moves.LOOKS_UP and call.params["dimension_numbers"].start_index_map == (layout.axis,):
+        index = indices[0]
+    else:
+        return False
+    return index == Follows(How.SAME, counts=True) and call.params["slice_sizes"][layout.axis] == 1
+
+
+def adds_each(call: Call, rows: Mapping[int, int]) -> bool:
+    """Whether a scatter adds each example where an index says, not in their order."""
+    return (
+        call.primitive == "scatter-add"
+        and rows.get(2) not in call.params["dimension_numbers"].update_window_dims
+    )
+
+
+def has_part(call: Call, lengths: Mapping[int, int | None], count: int, axis: int) -> bool:
+    """Whether numbers of some of the examples are laid beside those of others.
+
+    Args:
+        call: the equation, whose first result has the examples along ``axis``.
+        lengths: for each operand that has examples how many numbers lie along them, None if it is known how.
+        count: how many examples there are.
+        axis: that of the result.
+    """
+    moves = of(call.primitive).moves
+    is_joined = moves is Moves.JOINS and call.params.get("dimension") == axis
+    is_laid = moves is Moves.RESHAPES and None not in lengths.values()
+    return (is_joined or is_laid) and any(n is not None and n % count for n in lengths.values())
 
 
 def is_opaque(primitive: str) -> bool:

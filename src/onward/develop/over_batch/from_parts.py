@@ -151,7 +151,7 @@ def from_parts(program: Program, results: Results) -> FromParts:
     if len(found) != 1:
         return FromParts(program, 1, (), results(program), why=one_length(program, split))
     ((told, (part, whole)),) = found
-    following = follow(whole, part, 2, split, _can_have, in_turn=True)
+    following = follow(whole, part, 2, split, _can_have, in_turn=True, asks_rules=False)
     if following is None:
         why = "for twice as many examples the function builds another graph"
         return FromParts(program, 1, (), results(program), why=why)

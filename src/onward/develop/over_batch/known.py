@@ -102,6 +102,10 @@ class Following:
         near = self.reaching(program, [v])
         return not (near.mixing or near.normalizing or near.bent or near.counting(program))
 
+    def rules_of_loss(self, program: Program) -> list[tuple[Op, str]]:
+        """The ops in whose derivative rules examples see each other, of those that gradients go through."""
+        return [] if program.loss is None else self.reaching(program, [program.loss]).rules
+
     def out_of_order(self, variables: Iterable[Variable]) -> list[Variable]:
         """Those that are not the parts' laid end to end: they count examples, or hold all several times."""
         found = ((v, self.found[v], self.found[v].layout) for v in variables)
@@ -155,7 +159,7 @@ class BatchWalk:
         in_turn: whether the parts are micro-batches, which have the statistic of the whole itself, not the
             mean of theirs.
         has_own_axis: whether the parts are devices that the function speaks of itself.
-        in_rule: whether it is over a derivative rule; those of its own ops are not looked at.
+        asks_rules: whether derivative rules are looked at.
         zeros: the Variables that are 0 throughout.
         choices: the Variables that each op which chooses among some reads.
         reaching: the ops whose results come back to the examples.
@@ -169,16 +173,16 @@ class BatchWalk:
         can_have: CanHave,
         has_own_axis: bool,
         in_turn: bool,
-        in_rule: bool,
+        asks_rules: bool,
     ) -> None:
         self.result, self.like, self.parts, self.can_have = result, like, parts, can_have
-        self.has_own_axis, self.in_turn, self.in_rule = has_own_axis, in_turn, in_rule
+        self.has_own_axis, self.in_turn, self.asks_rules = has_own_axis, in_turn, asks_rules
         self.zeros: set[Variable] = set()
         self.choices: list[set[Variable]] = []
         self.reaching: set[Op] = set()
 
     def inner(
-        self, whole: Program, part: Program, given: Sequence[Follows], in_rule: bool = False
+        self, whole: Program, part: Program, given: Sequence[Follows], asks_rules: bool = True
     ) -> Following | None:
         """How the values of what an op runs follow, from what it is given; None if it is not known."""
         raise NotImplementedError

@@ -66,5 +66,5 @@ def loss_is_sum(program: Program, otherwise: str, meant: str) -> bool:
         whole = recipe.origin.trace(data_types(part, split, 2 * part[split[0]].shape[0]))
     except OnwardError:  # the function takes this length alone
         return False
-    following = follow(whole, part, 2, split, lambda *_: False)
+    following = follow(whole, part, 2, split, lambda *_: False, asks_rules=False)
     return following is not None and is_sum(part, following, otherwise, meant)

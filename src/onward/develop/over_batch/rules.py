@@ -58,7 +58,7 @@ def seen_by_rule(
         part, whole = _backward(op.body), _backward(other.body)
     except Exception:  # a rule that fails is told of where gradients are made, if they are
         return ""
-    following = walk.inner(whole, part, [*given, *cotangents], in_rule=True)
+    following = walk.inner(whole, part, [*given, *cotangents], asks_rules=False)
     if following is None:
         return f"{_OWN_RULE}, of other ops for a part of the batch"
     near = following.reaching(part, part.outputs)

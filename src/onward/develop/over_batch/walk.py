@@ -29,9 +29,9 @@ import numpy as np
 from onward.core.jaxprs.body import Call
 from onward.core.placement import equal_variables
 from onward.core.primitives.table import of
-from onward.core.primitives.traits import Exchanges, Moves, Reduces
+from onward.core.primitives.traits import Exchanges, Reduces
 from onward.core.program import Op, Program, Variable
-from onward.develop.over_batch.apart import mixing
+from onward.develop.over_batch.apart import adds_each, has_part, is_own, mixing
 from onward.develop.over_batch.known import (
     OWN,
     SAME,
@@ -63,6 +63,7 @@ def follow(
     split: Collection[str],
     can_have: CanHave = _always,
     in_turn: bool = False,
+    asks_rules: bool = True,
 ) -> Following | None:
     """How the values of ``part`` follow those of ``whole``; None if they are not the same ops.
 
@@ -75,6 +76,7 @@ def follow(
             the examples (as a statistic of batch normalization does). What they cannot have is theirs alone.
         in_turn: the parts are micro-batches, not devices: a statistic that they have is the whole's own, not
             the mean of theirs, and what the function merges over devices is that of one part.
+        asks_rules: whether derivative rules are looked at, for there will be gradients.
     """
     rows = next((v.shape[0] for v in part.inputs if v.name in split), 0)
     state, first = [SAME] * len(part.state), Follows(How.ROWS, 0, ExampleLayout(0))
@@ -82,7 +84,7 @@ def follow(
     pairs = _aligned(whole, part)
     if pairs is None:
         return None
-    return Follower(pairs, whole, part, given, parts, rows, can_have, in_turn).followed()
+    return Follower(pairs, whole, part, given, parts, rows, can_have, in_turn, asks_rules).followed()
 
 
 def _aligned(whole: Program, part: Program) -> list[tuple[Op, Op | None]] | None:
@@ -131,7 +133,7 @@ class Follower(BatchWalk):
         rows: int,
         can_have: CanHave,
         in_turn: bool,
-        in_rule: bool = False,
+        asks_rules: bool,
     ) -> None:
         known = (*part.inputs, *part.state)
         super().__init__(
@@ -141,7 +143,7 @@ class Follower(BatchWalk):
             can_have,
             has_own_axis=not in_turn and any(op.body.collectives for op in whole.ops),
             in_turn=in_turn,
-            in_rule=in_rule,
+            asks_rules=asks_rules,
         )
         self.pairs, self.rows, self.part, self.equal = pairs, rows, part, equal_variables(part)
         for v, other in zip(part.constants, whole.constants, strict=False):
@@ -149,13 +151,13 @@ class Follower(BatchWalk):
             self.result.found[v] = self._constant(v, part.constants[v], whole.constants[other])
 
     def inner(
-        self, whole: Program, part: Program, given: Sequence[Follows], in_rule: bool = False
+        self, whole: Program, part: Program, given: Sequence[Follows], asks_rules: bool = True
     ) -> Following | None:
         """How the values of what an op runs follow, from what it is given; None if it is not known."""
         pairs = _aligned(whole, part)
         if pairs is None:
             return None
-        how = _always, self.in_turn, in_rule or self.in_rule
+        how = _always, self.in_turn, asks_rules and self.asks_rules
         return Follower(pairs, whole, part, given, self.parts, self.rows, *how).followed()
 
     def _constant(self, v: Variable, mine: Any, theirs: Any) -> Follows:
@@ -253,13 +255,13 @@ class Follower(BatchWalk):
         if axes:
             counts = given.counts_on(call, self)
             return replace(how, layout=self._layout(op, v, axes[0], call, given), counts=counts)
-        if self._is_own(call, given):
+        if is_own(call, [f for f, _ in given.values]):
             return SAME
         if given.counts():
             self.note(op, COUNTS)
             return OWN
         row = of(call.primitive)
-        if row.sums or (call.primitive == "scatter-add" and self._adds_each(op, call, given)):
+        if row.sums or (op.inputs[0] in self.zeros and adds_each(call, self._rows_of(given))):
             return Follows(How.MEAN, how.power + 1)
         extremes = _OF_TRUTHS if v.dtype == bool else _EXTREMES
         if row.reduces in extremes:
@@ -281,7 +283,7 @@ class Follower(BatchWalk):
         if why := mixing(call, [f for f, _ in given.values], self._rows_of(given), axis):
             self.note(op, why)
         known = [(f.layout, w) for f, w in given.arrays if f.kind is How.ROWS and f.layout is not None]
-        if self._has_part(call, given, axis):
+        if has_part(call, self._unknown(given), self.rows, axis):
             self.note(op, "takes some of the examples")
         if not known:
             return None
@@ -305,35 +307,10 @@ class Follower(BatchWalk):
             return None
         return replace(alike[0], axis=axis) if alike else None
 
-    def _is_own(self, call: Call, given: Operands) -> bool:
-        """Whether it takes the one example whose number a loop over all of them is at."""
-        (first, _), *indices = given.values
-        layout = first.layout
-        if layout is None or (layout.blocks, layout.each) != (1, 1):
-            return False
-        moves = of(call.primitive).moves
-        if moves is Moves.CUTS_AT:
-            index, _ = indices[layout.axis]
-        elif moves is Moves.LOOKS_UP and call.params["dimension_numbers"].start_index_map == (layout.axis,):
-            index, _ = indices[0]
-        else:
-            return False
-        return index == Follows(How.SAME, counts=True) and call.params["slice_sizes"][layout.axis] == 1
-
-    def _adds_each(self, op: Op, call: Call, given: Operands) -> bool:
-        """Whether a scatter adds each example to zeros where an index says, not in their order."""
-        windows = call.params["dimension_numbers"].update_window_dims
-        return op.inputs[0] in self.zeros and self._rows_of(given).get(2) not in windows
-
-    def _has_part(self, call: Call, given: Operands, axis: int) -> bool:
-        """Whether numbers of some of the examples are laid beside those of others."""
-        moves, found = of(call.primitive).moves, self._rows_of(given)
-        lengths = {k: w.shape[found[k]] for k, (_, w) in enumerate(given.values) if w and k in found}
-        if moves is Moves.JOINS and call.params.get("dimension") == axis:
-            unknown = [n for k, n in lengths.items() if given.values[k][0].layout is None]
-            return any(n % self.rows for n in unknown)
-        is_laid = moves is Moves.RESHAPES and all(given.values[k][0].layout is None for k in lengths)
-        return is_laid and any(n % self.rows for n in lengths.values())
+    def _unknown(self, given: Operands) -> dict[int, int | None]:
+        """For each operand that has rows how many numbers lie along them, None if their layout is known."""
+        lengths = {k: (given.values[k], axis) for k, axis in self._rows_of(given).items()}
+        return {k: w.shape[axis] if f.layout is None else None for k, ((f, w), axis) in lengths.items() if w}
 
     def _reshaped(
         self, op: Op, layout: ExampleLayout, source: Variable, v: Variable, axis: int

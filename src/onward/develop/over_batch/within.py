@@ -31,15 +31,16 @@ def within(walk: BatchWalk, op: Op, other: Op, call: Call, given: Operands) -> l
     if all(f == SAME for f in values) and not _loops_differ(op.body, other.body):
         return [walk.by_shape(v, SAME) for v in op.outputs]
     inside = _BodyWalk(walk, op, list(other.subprograms.values()), list(op.subprograms.values()))
-    found = None if _turns_by_length(op.body, other.body) else inside.found(call, given)
+    is_by_length = _turns_by_length(op.body, other.body)
+    found = None if is_by_length else inside.found(call, given)
     if found is not None:
         found = [found[result_of(op.body, i)] for i in range(len(op.outputs))]
-        if of(call.primitive).runs is Runs.RULE and not (walk.has_own_axis or walk.in_rule):
+        if of(call.primitive).runs is Runs.RULE and walk.asks_rules and not walk.has_own_axis:
             why = seen_by_rule(walk, op, other, [f for f, _ in given.arrays], found)
             walk.result.rules += [(op, why)] if why else []
         return found
     given.settled()
-    if _turns_by_length(op.body, other.body):
+    if is_by_length:
         walk.note(op, _BY_LENGTH)
     elif inside.mixing or _ends_within(op.body, other.body):
         walk.note(op, inside.mixing or _SEE)

@@ -20,7 +20,7 @@ from onward.core.partitioned import expect_fit
 from onward.core.program import Op, Partition, Program, Variable
 from onward.core.walk import ancestors
 from onward.core.words import Pass
-from onward.develop.accumulation.micro_batches import LoopPlan, LoopResult
+from onward.develop.accumulation.loop import LoopPlan, LoopResult
 from onward.distribute.pipeline.lanes import Lanes
 from onward.distribute.pipeline.loops import StageLoops, loop_of, shared_out
 from onward.distribute.pipeline.once import ONCE, Place, Work, with_once
@@ -114,7 +114,7 @@ class Pipeline:
             return frozenset()
         made = {v for part in self.parts.values() for op in part.ops for v in op.outputs}
         results = (r.part for r in (*self.results, *self.loop.sums))
-        return frozenset({*self.loop.given, *self.ahead.outputs, *made, *results})
+        return frozenset({*self.loop.batch.given, *self.ahead.outputs, *made, *results})
 
     @cached_property
     def readers(self) -> Mapping[Variable, tuple[Work, ...]]:

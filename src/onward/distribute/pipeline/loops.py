@@ -26,7 +26,7 @@ from onward.core.errors import ArgumentError
 from onward.core.marks import ACCUMULATE
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import needed_ops
-from onward.develop.accumulation.micro_batches import LoopPlan, LoopResult
+from onward.develop.accumulation.loop import LoopPlan, LoopResult
 from onward.distribute.pipeline.layer_loop import LayerCut, layer_loop
 from onward.distribute.pipeline.stage_specs import Specs
 

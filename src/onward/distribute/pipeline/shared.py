@@ -25,7 +25,7 @@ from onward.core.primitives.table import of
 from onward.core.primitives.traits import Linear
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import consumers
-from onward.develop.accumulation.micro_batches import LoopPlan, with_loop
+from onward.develop.accumulation.loop import LoopPlan, with_loop
 from onward.distribute.pipeline.loops import loop_of
 from onward.distribute.pipeline.stages import Stages, is_gradient_sum
 

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 from onward.core.meshes import axes_of, parameters_of
 from onward.core.program import Partition, Program, Variable
-from onward.develop.accumulation.micro_batches import LoopPlan
+from onward.develop.accumulation.loop import LoopPlan
 from onward.distribute.pipeline.stages import is_gradient_sum
 
 Specs = Mapping[Variable, PartitionSpec]
