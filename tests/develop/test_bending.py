@@ -86,6 +86,12 @@ def test_a_weight_of_few_bits_that_waits_for_a_gradient_is_no_clip(base: str):
     assert bending(ow.SGD(0.1).minimize(adapted)) == []
 
 
+def test_what_float16_cannot_hold_is_no_clip_where_it_is_replaced():
+    x, w = X.astype("float16"), W.astype("float16")
+    same = with_rule(IN_PROPORTION["without NaN"])
+    assert bending(ow.SGD(0.1).minimize(lambda w, x: jnp.mean(same(x @ w) ** 2), w, x)) == []
+
+
 def test_in_a_sum_rules_of_parameters_are_told_of_and_those_of_examples_are_not():
     clip = with_rule(BENT["clipped"])
 

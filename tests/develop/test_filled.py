@@ -23,6 +23,7 @@ LOSSES = {
     "a sum and a number": lambda e, w: jnp.sum(e * w) / (jnp.sum(w) + 0.1),
     "chosen": lambda e, w: jnp.mean(e, where=w > 0),
     "average": lambda e, w: jnp.average(e, weights=w),
+    "by map": lambda e, w: jnp.sum(jax.lax.map(lambda a: a[0] * a[1], (e, w))) / jnp.sum(w),
 }
 BY_ROWS = {
     "mean of products": lambda e, w: jnp.mean(e * w),
@@ -83,6 +84,23 @@ def test_losses_that_weigh_their_examples_are_those_of_one_device(layout, rows):
     for loss in [*LOSSES.values(), *(BY_ROWS.values() if rows == 16 else ())]:
         program = program_of(loss, rows)
         expect_equal(trained(LAYOUTS[layout](program), rows), trained(program, rows))
+
+
+@pytest.mark.parametrize("layout", ["accumulate", "replicate"])
+def test_groups_are_other_ones_where_the_batch_is_filled_up(layout):
+    def grouped(e, w):
+        products = jax.lax.map(lambda a: a[0] * a[1], (e, w), batch_size=2)
+        return jnp.sum(products) + jnp.sum(products.reshape(-1, 2).max(1))
+
+    for total in (grouped, jax.checkpoint(grouped)):
+
+        def loss(e, w, total=total):
+            return total(e, w) / jnp.sum(w)
+
+        program = program_of(loss, 16)
+        expect_equal(trained(LAYOUTS[layout](program), 16), trained(program, 16))
+        with pytest.warns(UserWarning, match="the loss reads examples in groups, into which others may come"):
+            trained(LAYOUTS[layout](program_of(loss, 14)), 14)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -154,6 +172,8 @@ def wrong(e, w):
         "neither": jnp.sum(~((e > 0.5) & (w > 0.5))),
         "counted": jnp.sum(e * w) / jnp.sum(w >= 0),
         "products": jnp.stack([e, w]) @ jnp.stack([e, w]).T,
+        "by map": jnp.sum(jax.lax.map(lambda a: a[0] + a[1], (e, w))),
+        "largest by map": jnp.max(jax.lax.map(lambda a: -a[0] * a[1], (e, w))),
         "least": jnp.min(w),
         "largest": jnp.max(-w * e),
         "all": jnp.all(w > 0),

@@ -356,6 +356,8 @@ def test_stages_of_other_loops_are_foretold_only() -> None:
         assert {one.choice.stages for one in layouts if one.runs} == ({1} if is_reversed else {1, 2, 3, 6})
         one = next(one for one in layouts if one.choice.stages == 4)
         assert not one.runs
+        with pytest.raises(ow.OnwardError, match="stages"):
+            one.apply(ow.SGD(0.1).minimize(loss, params, np.ones((24, 8), "float32")))
         told += [(str(layouts), one.code)]
     (_, uneven), (table, code) = told
     assert "# The layers are a loop, which pipeline shares out evenly: stages divide its 6 turns." in uneven

@@ -490,6 +490,9 @@ SEES_OTHERS = {
     ),
 }
 KEEPS_APART = {
+    "groups by map": lambda w, x: jax.lax.map(lambda x: jnp.tanh(x @ w).sum(), x, batch_size=2).mean(),
+    "pairs": lambda w, x: (jax.nn.softmax((x @ w).reshape(-1, 2, 3), 1)[:, 0] ** 2).mean(),
+    "pairs, apart again": lambda w, x: (jnp.sort((x @ w).reshape(-1, 2, 3), 1).reshape(len(x), 3) * x).mean(),
     "each by map": lambda w, x: jax.lax.map(lambda x: jnp.tanh(x @ w).sum(), x).mean(),
     "each by its number, by map": lambda w, x: jax.lax.map(
         lambda i: ((x[i] @ w) ** 2).sum() * x[i, 0], jnp.arange(len(x))
@@ -604,6 +607,7 @@ ROWS_OF = {
     "reversed": (lambda r: r[::-1], "along the examples"),
     "summed up": (jnp.cumsum, "along the examples"),
     "numbers": (lambda r: jnp.arange(len(r)), "counts them from 0"),
+    "both by map": (lambda r: jax.lax.map(jnp.sin, jnp.concatenate([r, r])), "several times"),
     "beside zeros": (lambda r: jnp.concatenate([r, jnp.zeros(len(r))]), "several times"),
 }
 IN_ORDER = {
@@ -611,6 +615,8 @@ IN_ORDER = {
     "twice each": lambda r: jnp.repeat(r, 2),
     "stacked behind": lambda r: jnp.stack([r, 2 * r], 1),
     "flat": lambda r: jnp.stack([r, 2 * r], 1).reshape(-1),
+    "one of each pair": lambda r: r.reshape(-1, 2).max(1),
+    "by map": lambda r: jax.lax.map(jnp.sin, r, batch_size=2),
     "half of two": lambda r: jnp.concatenate([r, 2 * r])[: len(r)],
     "ones": lambda r: jnp.ones((len(r), 2)),
     "a table": lambda r: np.ones(len(r), "float32"),
@@ -630,7 +636,8 @@ def test_rows_that_are_divided_by_their_number_are_warned_of():
     program = returning(lambda r: r / len(r))
     with pytest.warns(UserWarning, match="divided by how many there are, and each of 2 micro-batches"):
         ow.accumulate(program, 2)
-    ow.replicate(program, 2)
+    step = ow.compile(ow.replicate(program, 2))
+    np.testing.assert_allclose(step(step.init(W), X)[1].aux, errors(W, X) / ROWS, 1e-5)
 
 
 SPREAD = {"devices": lambda p: ow.replicate(p, 2), "micro-batches": lambda p: ow.accumulate(p, 2)}
@@ -728,6 +735,26 @@ def test_sums_beside_the_loss_in_micro_batches(devices):
 @pytest.mark.parametrize("name", ["a root of a mean", "by the largest"])
 def test_micro_batches_that_are_meant_as_they_are(name):
     ow.accumulate(of(LOSSES[name]), 4, is_sum=False)
+
+
+def test_a_number_that_is_added_to_labels_and_numbers_that_are_nearly_alike_are_not_taken_for_the_same():
+    def shifted(w, x):
+        return jnp.mean(errors(w, x) * (jnp.argmax(x, 1) + len(x)))
+
+    def nearly(w, x):
+        return jnp.mean(errors(w, x)) * np.float32(1 + len(x) * 2**-22)
+
+    with jax.enable_x64(True):
+        given = np.float64(W), np.float64(X)
+        exact = ow.SGD(0.1).minimize(lambda w, x: jnp.mean(errors(w, x)) * (1 + len(x) * 1e-9), *given)
+        with pytest.warns(UserWarning, match="neither a mean over examples nor a sum"):
+            ow.accumulate(exact, 4)
+    for loss in (shifted, nearly):
+        program = ow.SGD(0.1).minimize(loss, W, X)
+        with pytest.warns(UserWarning, match="neither a mean over examples nor a sum"):
+            ow.accumulate(program, 4)
+        step = ow.compile(ow.replicate(program, DEVICES))
+        np.testing.assert_allclose(step(step.init(W), X)[1].loss, jax.jit(loss)(W, X), 1e-7)
 
 
 def test_a_number_that_counts_the_batch_otherwise_than_a_mean_does_is_warned_of():

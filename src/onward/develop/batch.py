@@ -54,5 +54,6 @@ def filled_up(name: str, rows: int, parts: str, whys: Sequence[tuple[str, str]])
     return (
         f"{name}: {rows} examples are filled up with examples of weight 0 for {parts}, and {what} {why}, so "
         f"that it may differ from that of the {rows}{more}. Multiply what is summed of each example by its "
-        "weight, and divide by the sum of the weights: jnp.sum(w * e) / jnp.sum(w)."
+        "weight, and divide by the sum of the weights: jnp.sum(w * e) / jnp.sum(w). A batch that divides "
+        "is not filled up."
     )

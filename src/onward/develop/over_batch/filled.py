@@ -2,8 +2,8 @@
 
 An example that fills up is another one once more, with the weight 0. It adds nothing to a sum of numbers that
 are 0 wherever the weight is, whatever the example is: multiplied by it, or chosen by it. Any other sum, a
-number of rows that the function was traced with, and the largest or smallest of what reads the weights may
-be another one.
+number of rows that the function was traced with, the largest or smallest of what reads the weights, and what
+is computed of several examples side by side may be another one.
 
 >>> import jax.numpy as jnp, onward as ow
 >>> from onward.develop.over_batch.walk import follow
@@ -28,7 +28,7 @@ import numpy as np
 
 from onward.core.jaxprs.loops import result_of
 from onward.core.primitives.table import of
-from onward.core.primitives.traits import Linear
+from onward.core.primitives.traits import Linear, Reduces
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import producers
 from onward.develop.over_batch.known import Following, How
@@ -37,6 +37,7 @@ _COUNTED = "is divided by a number of rows"
 _COUNT = "is a number of rows"
 _PLAIN = "adds up numbers that are not 0 at weight 0"
 _EXTREME = "is the largest or smallest of numbers that read the weights"
+_GROUPED = "reads examples in groups, into which others may come"
 _NUMBERS = (0.7, -1.3, 2.9, 0.2)  # examples, to see what does not depend on them
 _INTEGERS = (1, 3, 2, 5)
 
@@ -84,6 +85,8 @@ class _Filler:
         self.numbers, self.reads = numbers, reads
         self.whys: dict[Op, str] = dict.fromkeys(following.counted, _COUNTED)
         for op in part.ops:
+            if self._makes_groups(op):
+                self.whys[op] = _GROUPED
             self._follow(op)
 
     def why(self, result: Variable, behind: Collection[Op], of_whole: Collection[tuple[str, str]]) -> str:
@@ -100,7 +103,7 @@ class _Filler:
             if op in self.whys and op not in behind:
                 whys.append(self.whys[op])
             waiting += [v for v in op.inputs if (op.outputs[0].name, v.name) not in of_whole]
-        return min(whys, default="", key=[_PLAIN, _EXTREME, _COUNTED].index)
+        return min(whys, default="", key=[_PLAIN, _EXTREME, _COUNTED, _GROUPED].index)
 
     def _follow(self, op: Op) -> None:
         if op in self.following.within:
@@ -108,7 +111,7 @@ class _Filler:
             return
         kinds = {self._kind(v) for v in op.outputs}
         rows = [v for v in op.inputs if self._kind(v) is How.ROWS]
-        reads = not self.reads.isdisjoint(rows)
+        reads = not self.reads.isdisjoint(op.inputs)
         if How.ROWS in kinds or not rows:
             number = self._number(op)
             self.numbers.update((v, number) for v in op.outputs if number is not None)
@@ -133,6 +136,11 @@ class _Filler:
             if (why := inner.why(made, (), ())) and self.whys.get(op) != _PLAIN:
                 self.whys[op] = why
 
+    def _makes_groups(self, op: Op) -> bool:
+        """Whether it lays several examples side by side, those that fill up a device among them."""
+        read, made = ((self.following.found[v].layout for v in vs) for vs in (op.inputs, op.outputs))
+        return any(x and x.each < 1 for x in made) and not any(x and x.each < 1 for x in read)
+
     def _kind(self, v: Variable) -> How:
         return self.following.found[v].kind
 
@@ -156,9 +164,11 @@ class _Filler:
             return None if self.numbers.keys().isdisjoint(op.inputs) and op.inputs else self._probed(op)
         if row.linear is Linear.EACH:
             return 0 if 0 in given else None
+        first = given[0] if given else None
+        if row.reduces in (Reduces.LARGEST, Reduces.SMALLEST):
+            return first
         if row.moves is None and row.linear is not Linear.FIRST:
             return None
-        first = given[0] if given else None
         if row.linear is Linear.TOGETHER and any(number != first for number in given):
             return None
         return first if row.moves is not None or first == 0 else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from fractions import Fraction
 from typing import Any
 
 from onward.core.jaxprs.body import Body
@@ -25,11 +26,14 @@ class How(StrEnum):
 
 @dataclass(frozen=True)
 class ExampleLayout:
-    """Where the examples of an array are: ``blocks`` times all of them, ``each`` numbers in a row of one."""
+    """Where the examples of an array are: ``blocks`` times all of them, ``each`` numbers in a row of one.
+
+    Of groups of three, which each part has whole, ``each`` is a third.
+    """
 
     axis: int
     blocks: int = 1
-    each: int = 1
+    each: Fraction = Fraction(1)
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,7 @@ class Following:
         bent: ops that are not linear in a statistic that the parts cannot have.
         drawn: what is made of a random key for each example, by ops that read the key.
         counted: ops that read a number of examples, in them or as a constant.
-        within: for ops that run one Program once that Program, and how its values follow.
+        within: for ops that run one Program, once or for each example, it and how its values follow.
         rules: ops in whose derivative rules examples see each other, and how.
     """
 

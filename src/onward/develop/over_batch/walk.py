@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from itertools import zip_longest
 from math import prod
 from typing import Any
@@ -291,7 +292,7 @@ class Follower(BatchWalk):
         if call.primitive == "reshape":
             return self._reshaped(op, first, source, v, axis)
         if call.primitive == "concatenate" and call.params["dimension"] == first.axis:
-            return replace(first, blocks=v.shape[axis] // (self.rows * first.each))
+            return replace(first, blocks=int(v.shape[axis] / (self.rows * first.each)))
         if call.primitive == "tile":
             return replace(first, blocks=first.blocks * call.params["reps"][axis])
         if call.primitive == "slice":
@@ -317,8 +318,8 @@ class Follower(BatchWalk):
     ) -> ExampleLayout | None:
         before = prod(source.shape[: layout.axis]) * layout.blocks
         blocks, rest = divmod(before, prod(v.shape[:axis]) or 1)
-        each, odd = divmod(v.shape[axis], (blocks or 1) * self.rows)
-        if rest or odd or not blocks:
+        each = Fraction(v.shape[axis], (blocks or 1) * self.rows)
+        if rest or not blocks or 1 not in (each.numerator, each.denominator):
             self.note(op, "moves numbers of one example to another")
             return None
         return ExampleLayout(axis, blocks, each)

@@ -75,8 +75,13 @@ class _BodyWalk:
             return self.called(self.wholes[0], self.parts[0], values)
         return None
 
-    def called(self, whole: Program, part: Program, values: Sequence[Follows]) -> list[Follows] | None:
-        """The results of one run; None if it needs what the parts would have to merge first."""
+    def called(
+        self, whole: Program, part: Program, values: Sequence[Follows], is_one: bool = False
+    ) -> list[Follows] | None:
+        """The results of one run; None if it needs what the parts would have to merge first.
+
+        ``is_one`` says that all runs are alike, one for each example.
+        """
         following = self.walk.inner(whole, part, values)
         near = following and following.reaching(part, part.outputs)
         self.walk.result.rules += [(self.op, why) for _, why in near.rules] if near else []
@@ -88,7 +93,7 @@ class _BodyWalk:
         assert following is not None
         if following.counted:
             self.walk.result.counted.add(self.op)
-        if len(self.parts) == 1 and of(next(self.op.body.calls).primitive).calls_once:
+        if is_one or (len(self.parts) == 1 and of(next(self.op.body.calls).primitive).calls_once):
             self.walk.result.within[self.op] = part, following
         return [following.found[v] for v in part.outputs]
 
@@ -136,10 +141,11 @@ class _BodyWalk:
         else:
             fixed = [f for f, _ in given.values[:count]]
             turn = [replace(one, counts=f.counts) for f, _ in given.values[count:]]
-            found = self.called(whole, part, [*fixed, *turn])
+            found = self.called(whole, part, [*fixed, *turn], is_one=True)
             if found is None or any(f != one for f in found):
                 self.walk.note(self.op, self.mixing or _SEE_OTHERS)
-        rows = Follows(How.ROWS, 0, ExampleLayout(0))
+        lies = {(f.layout.blocks, f.layout.each) for f, v in given.values[count:] if v and f.layout}
+        rows = Follows(How.ROWS, 0, ExampleLayout(0, *lies.pop()) if len(lies) == 1 else None)
         return [rows if i >= carries else OWN for i in range(len(part.outputs))]
 
     def _settled(
