@@ -235,6 +235,59 @@ def test_labels_that_are_no_examples_for_their_data_are_told():
         ow.Evaluator(model).test([(x[:, :4], LABEL[:4]), (x[:, 4:6], LABEL[4:6])])
 
 
+def of_lengths(function, *lengths, traced=5):
+    """What a test over texts of these lengths gives, and each of them."""
+    texts = [RNG.normal(size=(4 + i, n)).astype("float32") for i, n in enumerate(lengths)]
+    model = ow.Model(
+        ow.trace(function, np.float32(2), np.ones((4, traced), "float32"), has_aux=True), np.float32(2)
+    )
+    each = [function(jnp.float32(2), x) for x in texts]
+    return ow.Evaluator(model).test(texts), texts, each
+
+
+def of_texts(w, x):
+    e, mask = (w * x) ** 2, jnp.abs(x) > 0.5
+    told = {
+        "sum": e.sum(),
+        "most": e.max(),
+        "masked": jnp.sum(mask * e) / jnp.sum(mask),
+        "texts": e.mean(1).mean(),
+    }
+    return jnp.mean(e), {**told, "perplexity": jnp.exp(e.mean())}
+
+
+def test_texts_of_one_length_are_tested_at_any():
+    found, texts, _ = of_lengths(of_texts, 7, 7)
+    loss, told = of_texts(2, jnp.concatenate(texts))
+    for name, x in {"loss": loss, **told}.items():
+        np.testing.assert_allclose(found[name], x, 1e-5)
+
+
+@pytest.mark.parametrize("lengths", [(5, 8), (8, 5), (3, 9, 3)])
+def test_texts_of_several_lengths_have_means_over_batches_of_what_counts_them(lengths):
+    with pytest.warns(UserWarning, match="'x' has another shape in another batch") as said:
+        found, texts, each = of_lengths(of_texts, *lengths)
+    assert {str(w.message).split("'")[1] for w in said} == {"loss", "perplexity"}
+    share = np.array([len(x) for x in texts]) / sum(map(len, texts))
+    np.testing.assert_allclose(found["loss"], share @ [loss for loss, _ in each], 1e-5)
+    for name in ("perplexity", "texts"):
+        np.testing.assert_allclose(found[name], share @ [told[name] for _, told in each], 1e-5)
+    e = np.concatenate([np.ravel(4 * x**2) for x in texts])
+    expected = {"sum": e.sum(), "most": e.max(), "masked": e[e > 1].mean()}
+    np.testing.assert_allclose([found[name] for name in expected], [*expected.values()], 1e-5)
+
+
+def test_graphs_of_several_sizes_beside_examples():
+    def network(w, x, graph):
+        return jnp.mean(w * x) + graph.mean(), jnp.sum(x)
+
+    x, graphs = np.arange(8, dtype="float32"), [np.ones((n, n), "float32") for n in (6, 9, 3)]
+    model = ow.Model(ow.trace(network, np.float32(1), x, graphs[0], has_aux=True), np.float32(1))
+    with pytest.warns(UserWarning, match="'graph' has another shape in another batch"):
+        found = ow.Evaluator(model).test([(x, graph) for graph in graphs])
+    assert found == {"loss": 4.5, "aux": 84}
+
+
 def test_a_key_or_a_table_of_each_batch_is_not_warned_of():
     def network(w, x, key, table):
         return jnp.mean((x @ w) ** 2) * jnp.sum(table) + 0 * jax.random.uniform(key)

@@ -149,7 +149,8 @@ class Evaluator(NotPickled, Pointing):
         for batch in batches:
             fed = {name: unshared(x) for name, x in as_feed(batch, self._names).items()}
             if numbers is None:
-                names, numbers = frozenset(fed), ReaderNumbers(self._of_reader(frozenset(fed)))
+                names = frozenset(fed)
+                numbers = ReaderNumbers(self._of_reader(names).at(fed))
             if not numbers.parts.results or fed.keys() != names:
                 raise ArgumentError(_no_number(self.model.test_program.name, self._names, fed))
             given, rows, twice = numbers.reader.given(fed)
@@ -174,7 +175,9 @@ class Evaluator(NotPickled, Pointing):
         return self.model.once(("reader", given), lambda: OfReader(self.model.test_program, results))
 
     def _over_reader(self, reader: OfReader, given: frozenset[str]) -> _Forward:
-        return self.model.once(("over reader", given), lambda: _Forward(self.model, reader.parts.program))
+        return self.model.once(
+            ("over reader", reader, given), lambda: _Forward(self.model, reader.parts.program)
+        )
 
     def _named(self, data: tuple[Any, ...], feed: Mapping[str, Any]) -> dict[str, Any]:
         """All data by name."""

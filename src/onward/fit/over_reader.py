@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from zlib import crc32
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from onward.core.lower import lower
 from onward.core.program import Program, Variable
 from onward.core.source import user_level
 from onward.core.walk import producers
-from onward.develop.over_batch.from_parts import FromParts, Results, from_parts, one_length
+from onward.develop.over_batch.from_parts import FromParts, Results, Shape, at_shapes, from_parts, one_length
 from onward.develop.over_batch.known import Follows, How
 from onward.execute.feeds import data_names
 from onward.execute.processes import of_processes
@@ -29,7 +30,10 @@ class OfReader:
     """How the numbers of a test Program are put together from batches; made once for data of these names."""
 
     def __init__(self, program: Program, results: Results) -> None:
+        self.program, self.results = program, results
         self.parts = from_parts(program, results)
+        self._at: dict[tuple[Shape, ...], OfReader] = {}
+        self._unlike: dict[tuple[Shape, ...], list[Variable]] = {}
         self._alike: dict[int, bool] = {}
         self._rest: dict[int, _OfAll] = {}
 
@@ -61,6 +65,34 @@ class OfReader:
         if rows not in self._alike:
             self._alike[rows] = self.parts.is_alike(rows)
         return self._alike[rows]
+
+    def at(self, fed: Mapping[str, Any]) -> OfReader:
+        """The same for batches whose data is as long as that of this one along all axes but the examples'."""
+        shapes = self._shapes(fed)
+        key = tuple(shapes.values())
+        if not self.parts.split or key == tuple(self.parts.part[name].shape for name in shapes):
+            return self
+        if key not in self._at:
+            try:
+                self._at[key] = OfReader(at_shapes(self.parts.part, shapes), self.results)
+            except OnwardError:  # data of this shape is refused where it is run
+                return self
+        return self._at[key]
+
+    def unlike(self, fed: Mapping[str, Any]) -> tuple[str, Sequence[Variable]]:
+        """The data of a batch that has another shape, and the results that are computed otherwise by it."""
+        shapes = self._shapes(fed)
+        key = tuple(shapes.values())
+        if key not in self._unlike:
+            self._unlike[key] = self.parts.unlike_at(shapes)
+        known = self.parts.part
+        return next((name for name in shapes if known[name].shape != shapes[name]), ""), self._unlike[key]
+
+    def _shapes(self, fed: Mapping[str, Any]) -> dict[str, Shape]:
+        """The shapes of a batch that has as many examples as was traced."""
+        parts = self.parts
+        given = ((name, jnp.shape(x)) for name, x in self.arrays(fed) if name in parts.part.variables)
+        return {name: (parts.rows, *s[1:]) if name in parts.split and s else s for name, s in given}
 
     def _structures(self) -> Mapping[str, Any]:
         program = self.parts.part
@@ -113,14 +145,18 @@ class ReaderNumbers:
         self.reader, self.parts = reader, reader.parts
         self.apart: Mapping[str, str] = self.parts.apart
         self.rows = self.batches = self.other = 0
+        self._data = [v.name for v in self.parts.part.inputs]
         self.plain: dict[str, Any] = dict.fromkeys(self.parts.results, 0.0)
         self.total = {v: _nothing(v, follows) for v, follows in self.parts.found.items()}
         self._whole = _WholeData(reader)
+        self._unlike = dict.fromkeys(self.parts.computed, 0)
         self._waiting: tuple[int, bool, Mapping[str, Any]] | None = None
 
     def look(self, fed: Mapping[str, Any]) -> None:
         """Note what of a batch is taken to hold no examples, and is another one than before."""
         self._whole.look(fed)
+        name, results = self.reader.unlike(fed)
+        self._unlike |= {v: 1 + self._data.index(name) for v in results}
 
     def add(self, rows: int, twice: bool, values: Mapping[str, Any]) -> None:
         """Count a batch of so many examples; its values are read once the next one is on its way."""
@@ -139,6 +175,8 @@ class ReaderNumbers:
         for v, follows in self.parts.found.items():
             x = np.asarray(values[v.name], np.float64)
             if self.total[v].shape != x.shape:
+                if any(i and self._data[i - 1] not in self.parts.split for i in self._unlike.values()):
+                    continue  # the results that are made of it are means
                 raise ArgumentError(_other_shape(self.parts, v, x))
             if follows.kind in _EXTREMES:
                 self.total[v] = _EXTREMES[follows.kind]([x, self.total[v]], 0)
@@ -167,10 +205,7 @@ class ReaderNumbers:
         if not rows:
             raise ArgumentError(f"{self.parts.part.name}: the reader has no example: all batches are empty.")
         means = {name: x / rows for name, x in zip(self.plain, plain, strict=True)}
-        self.other, is_one_length = of_processes([self.other, self._whole.is_cut]).max(0).astype(int)
-        if is_one_length:
-            why = one_length(self.parts.part, (*self.parts.split, *sorted(self.parts.by_chance)))
-            self.apart = dict.fromkeys(self.parts.results, why)
+        is_one_length = self._tell_apart(several=batches > 1)
         rest = None if self.other or is_one_length or batches == 1 else self._rest(int(rows))
         if batches > 1:
             self._warn()
@@ -182,7 +217,29 @@ class ReaderNumbers:
             for v, x in self.total.items()
         }
         found |= rest(state, {v.name: x for v, x in found.items()})
-        return {name: float(_whole(v, found[v])) for name, v in self.parts.results.items()}
+        exact = {name: float(_whole(v, found[v])) for name, v in self.parts.results.items()}
+        return exact | {name: float(x) for name, x in means.items() if name in self.apart}
+
+    def _tell_apart(self, several: bool) -> bool:
+        """Note the results of which all processes have means alone; whether those are all there are."""
+        parts, shapes = self.parts, crc32(repr([v.type for v in self.parts.part.inputs]).encode())
+        flags = of_processes([shapes, self.other, self._whole.is_cut, *self._unlike.values()])
+        self.other, is_one_length, *unlike = map(int, flags[:, 1:].max(0))
+        if is_one_length:
+            why = one_length(parts.part, (*parts.split, *sorted(parts.by_chance)))
+            self.apart = dict.fromkeys(parts.results, why)
+        elif several:
+            differ = len(set(flags[:, 0])) > 1  # processes have batches of different shapes
+            data = {
+                v: self._data[max(i - 1, 0)] for v, i in zip(self._unlike, unlike, strict=True) if i or differ
+            }
+            found = ((name, data[v]) for name, v in parts.results.items() if v in data)
+            told = {
+                name: f"{x!r} has another shape in another batch, apart from the examples"
+                for name, x in found
+            }
+            self.apart = {**self.apart, **told}
+        return bool(is_one_length)
 
     def _rest(self, rows: int) -> _OfAll | None:
         try:

@@ -17,8 +17,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from onward.core.check import check
 from onward.core.errors import OnwardError, RecipeError
+from onward.core.jaxprs.equations import Type
 from onward.core.program import Op, Program, Variable
 from onward.core.recipe import rebuilt
 from onward.core.walk import ancestors, descendants, producers, prune
@@ -28,6 +31,7 @@ from onward.develop.over_batch.behind import behind, computed
 from onward.develop.over_batch.known import Following, Follows, How, Need
 from onward.develop.over_batch.walk import follow
 
+Shape = tuple[int, ...]
 Results = Callable[[Program], Mapping[str, Variable]]
 _PLAIN = Follows(How.MEAN)
 
@@ -69,24 +73,47 @@ class FromParts:
             left = following.without(self._after)
             told = {name: _apart(part, left, v, self._made) for name, v in results.items()}
             self.apart = {name: why for name, why in told.items() if why}
-            own = [v for v in results.values() if v not in self._computed]
+            own = [v for v in results.values() if v not in self.computed]
             handed = (*own, *self._read(results.values()))
             averaged = {results[name] for name in self.apart}
             self.found = {v: _PLAIN if v in averaged else following.found[v] for v in handed}
         self.program = prune(part, list(dict.fromkeys([*results.values(), *self.found])))
 
     @property
-    def _computed(self) -> list[Variable]:
+    def computed(self) -> list[Variable]:
         """The results that are computed of the values of all parts."""
         averaged = {self.results[name] for name in self.apart}
         return [v for v in dict.fromkeys(self.results.values()) if v in self._made and v not in averaged]
 
+    def unlike_at(self, shapes: Mapping[str, Shape]) -> list[Variable]:
+        """The results that are computed otherwise of the values of parts whose data has these shapes.
+
+        A mean over examples and a second axis is: what it is divided by counts both.
+        """
+        if all(self.part[name].shape == shape for name, shape in shapes.items()):
+            return []
+        try:
+            other = at_shapes(self.part, shapes)
+        except OnwardError:
+            return self.computed
+        if _lines(other) != _lines(self.part):
+            return self.computed
+        pairs = zip(self.part.ops, other.ops, strict=True)
+        changed = [op for op, theirs in pairs if op in self._after and op.body.text != theirs.body.text]
+        constants = zip(self.part.constants.items(), other.constants.values(), strict=True)
+        begun = {v for (v, x), y in constants if x is not y and not np.array_equal(x, y)}
+        ops = {op for op in self._after if op in changed or not begun.isdisjoint(op.inputs)}
+        return [v for v in self.computed if not ops.isdisjoint(self._behind([v]))]
+
+    def _behind(self, wanted: Iterable[Variable]) -> list[Op]:
+        """The ops by which these are computed once there are the values of all parts."""
+        needed = ancestors(self.part, list(wanted))
+        return [op for op in self.part.ops if op in self._after and not needed.isdisjoint(op.outputs)]
+
     def _read(self, wanted: Iterable[Variable]) -> list[Variable]:
         """The values of a part that the ops behind read to compute these."""
-        needed = ancestors(self.part, list(wanted))
         kept = {*self.part.state, *self.part.constants, *self._made}
-        ops = [op for op in self.part.ops if op in self._after and not needed.isdisjoint(op.outputs)]
-        return [v for op in ops for v in op.inputs if v not in kept]
+        return [v for op in self._behind(wanted) for v in op.inputs if v not in kept]
 
     def rest(self, rows: int) -> tuple[dict[Variable, Variable], Program] | None:
         """The Program that computes results of the values of all parts, which have so many examples.
@@ -97,7 +124,7 @@ class FromParts:
         Raises:
             RecipeError: for so many examples the function computes other ops.
         """
-        wanted = self._computed
+        wanted = self.computed
         if not wanted:
             return None
         if not self.is_alike(rows):
@@ -131,6 +158,14 @@ class FromParts:
             return _lines(_of_length(self.part, self.split, rows)) == _lines(self.part)
         except OnwardError:
             return False
+
+
+def at_shapes(program: Program, shapes: Mapping[str, Shape]) -> Program:
+    """A Program for data of these shapes, by name; other data as it is."""
+    assert program.signature is not None
+    data = [[Type(shapes.get(v.name, v.shape), v.dtype) for v in s.variables] for s in program.signature.data]
+    given = zip(program.signature.data, data, strict=True)
+    return rebuilt(program, tuple(s.unflatten(types) for s, types in given))
 
 
 def from_parts(program: Program, results: Results) -> FromParts:
