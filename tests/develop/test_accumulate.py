@@ -579,17 +579,57 @@ def carrying():
     ow.assign(seen, seen + x.shape[0])
     ow.assign(before, now)
     ow.assign(now, jnp.sum(x) + now)
-    hidden = ow.layer.dropout(ow.layer.batch_norm(ow.layer.fc(x, 4)), 0.5)
+    hidden = ow.layer.batch_norm(ow.layer.fc(x, 4))
     return ow.layer.mse(jnp.mean(hidden, 1, keepdims=True), y)
 
 
-def plain(value):
-    return jax.random.key_data(value) if jnp.issubdtype(value.dtype, jax.dtypes.prng_key) else value
+def with_noise(w, key, x):
+    """A step with noise of no example in the loss and in the gradient, drawn from a key that it carries."""
+    key, one, two = jax.random.split(key, 3)
+
+    def loss(w):
+        return jnp.mean((x @ (w + 0.1 * jax.random.normal(one, w.shape, w.dtype))) ** 2)
+
+    value, gradient = jax.value_and_grad(loss)(w)
+    return w - 0.1 * (gradient + jax.random.normal(two, w.shape, w.dtype)), key, value
+
+
+CARRIED_KEYS = {"typed": jax.random.key, "raw": jax.random.PRNGKey}
+
+
+@pytest.mark.parametrize("kind", CARRIED_KEYS)
+@pytest.mark.parametrize("order", ["alone", "on devices"])
+def test_a_key_that_is_carried_moves_on_once_a_step(kind, order):
+    program = ow.adopt(with_noise, W, CARRIED_KEYS[kind](0), X[:ROWS])
+    program = ow.replicate(program, 2) if order == "on devices" else program
+    step = ow.compile(accumulate(program, 4))
+    w, key = jnp.asarray(W), CARRIED_KEYS[kind](0)
+    state = step.init((w, key))
+    for _ in range(3):
+        state, _ = step(state, X[:ROWS])
+        w, key, _ = with_noise(w, key, X[:ROWS])
+    equal(state.parameters[0], w)
+
+
+def test_micro_batches_drop_other_numbers_of_their_examples():
+    def loss(w, key, x):
+        key, now = jax.random.split(key)
+        kept = jax.random.bernoulli(now, 0.5, x.shape)
+        return jnp.mean(jnp.where(kept, x, 0) @ w), (key, kept)
+
+    program = ow.SGD(RATE).minimize(loss, W, X[:ROWS], state=jax.random.key(0), has_aux=True)
+    step = ow.compile(accumulate(program, 4))
+    state = step.init(W, jax.random.key(0))
+    masks = []
+    for _ in range(2):
+        state, out = step(state, X[:ROWS])
+        masks += [part.tobytes() for part in np.asarray(out.aux).reshape(4, -1)]
+    assert len(set(masks)) == 8
 
 
 @pytest.mark.filterwarnings("ignore:.*as batch normalization does")
 def test_state_goes_from_one_micro_batch_to_the_next():
-    """Batch norm and a key: those of a loop over Programs of one micro-batch; of gradients its mean."""
+    """Batch norm: that of a loop over Programs of one micro-batch; of gradients its mean."""
     small = ow.append_backward(ow.trace(carrying, batch_size=2))
     big = ow.SGD(RATE).minimize(ow.trace(carrying, batch_size=ROWS))
     names = [g.name for _, g in small.gradients]
@@ -602,7 +642,7 @@ def test_state_goes_from_one_micro_batch_to_the_next():
         outs.append(out)
     state, out = step(state, x, y)
     for name in {v.name for v in small.next_state} - {"before"}:
-        equal(plain(state[name]), plain(one[name]))
+        equal(state[name], one[name])
     equal(out.loss, np.mean([o.loss for o in outs]))
     for name in names:
         equal(out[name], np.mean([o[name] for o in outs], 0))
@@ -676,7 +716,7 @@ def test_devices_exchange_gradients_once_for_all_micro_batches():
 
 @pytest.mark.filterwarnings("ignore:.*as batch normalization does")
 @pytest.mark.parametrize("sync", [True, False])
-def test_statistics_and_keys_on_devices(sync):
+def test_statistics_on_devices(sync):
     program = ow.SGD(RATE).minimize(ow.trace(carrying, batch_size=ROWS))
     spread = ow.replicate(accumulate(program, 2), 2, sync_batch_norm=sync)
     small = ow.replicate(ow.SGD(0.0).minimize(ow.trace(carrying, batch_size=4)), 2, sync_batch_norm=sync)
@@ -686,8 +726,8 @@ def test_statistics_and_keys_on_devices(sync):
     one = single.init()
     for rows in ([0, 1, 4, 5], [2, 3, 6, 7]):  # what both devices take in one turn
         one, _ = single(one, x[rows], y[rows])
-    for name in ("batch_norm_0/mean", "batch_norm_0/variance", "key", "seen", "now"):
-        equal(plain(state[name]), plain(one[name]))
+    for name in ("batch_norm_0/mean", "batch_norm_0/variance", "seen", "now"):
+        equal(state[name], one[name])
     equal(state["before"], 0.0)  # as it was before the step
 
 

@@ -22,7 +22,7 @@ from onward.core.source import user_level
 from onward.core.structure import expect_count, expect_flag, is_word
 from onward.core.walk import Where, listed, producers, select
 from onward.core.words import Placement
-from onward.develop.accumulation.carried import keys_in, made_of, untold
+from onward.develop.accumulation.carried import made_of, untold
 from onward.develop.accumulation.differing import expect_apart, expect_merged, expect_moved_on
 from onward.develop.accumulation.loop import with_loop
 from onward.develop.accumulation.micro_batches import Accumulation
@@ -51,9 +51,9 @@ def accumulate(
     the largest, and what is computed of them, such as a perplexity, which runs once, after the loop. An array
     over examples is joined; where nothing is known of a result, floats are averaged and integers summed.
     State that the forward pass carries is that of the big batch too, wherever the graph tells: a count of
-    steps moves on once, a running mean is that of the whole batch. Random keys go from one micro-batch to the
-    next, and so does other state, which is warned of; from a key that all have, such as one that is made of
-    the count of steps, each draws numbers of its own for its examples. A statistic of data alone, such as how
+    steps and a random key move on once, a running mean is that of the whole batch. Other state goes from one
+    micro-batch to the next, which is warned of. What is drawn for no example is the same in all of them; for
+    its examples each draws numbers of its own. A statistic of data alone, such as how
     many tokens a mask lets count, is computed before the loop, and ``of_whole_batch`` in the printout. If the
     function takes ``example_weight``, an array [batch] or [batch, ...], a batch that does not divide is
     filled up with examples of weight 0. Where nothing is known of the loss, it is taken for a mean weighed by
@@ -83,9 +83,10 @@ def accumulate(
         UserWarning: the loss is neither (the root of a mean, a quotient by a sum of activations, a sum times
             a number that counts the batch otherwise than a mean does), so that the mean over micro-batches is
             not the loss of the big batch; state of which that is so; examples see each other, as in a graph
-            whose nodes are the batch, or by batch normalization; a result holds all of them several times, or
-            numbers them; the function is another one for a micro-batch; a rule of its own clips gradients on
-            their way back, which are larger for a mean over fewer examples; or a batch is filled up, which
+            whose nodes are the batch, by batch normalization, or in a derivative rule of its own; a result
+            holds all of them several times, numbers them, or is divided by how many they are; the function is
+            another one for a micro-batch; a rule of its own clips gradients on their way back, which are
+            larger for a mean over fewer examples; or a batch is filled up, which
             may change the loss, a result or state: it adds up what the weights do not make 0, or is divided
             by the number of rows.
 
@@ -194,7 +195,7 @@ def _walked(
 ) -> tuple[Accumulation, Following | None]:
     """How results follow from those of the micro-batches; nothing if they are not the same ops."""
     of_data = made_of(part, how.split, part.next_state)
-    handed = {**(of_data if how.by_share else {}), **keys_in(part, part.next_state)}
+    handed = dict(of_data if how.by_share else {})
     while True:
         known = KnownOfWhole(whole, part, is_left, handed)
         following = follow(whole, part, how.steps, how.split, known.can_have, in_turn=True)
@@ -215,6 +216,7 @@ def _walked(
         how,
         stand_ins=(*stand_ins, *own_keys(part, following, how.split, handed)),
         merged=frozenset(old.name for old in merged),
+        hands_keys=False,
         behind=frozenset(op.outputs[0].name for op in after),
         told=tuple((name, f) for name, f in told.items() if not (how.by_share and f == Follows(How.MEAN))),
     )

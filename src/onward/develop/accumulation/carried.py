@@ -1,8 +1,8 @@
 """State that the forward pass carries on: what of it is the whole batch's, and what micro-batches hand on.
 
-A count of steps moves on once. What is made of examples is put together like any result: a running mean is
-that of the whole batch. Random keys go from one micro-batch to the next, and so does state of which nothing
-is known.
+A count of steps moves on once, and so does a random key. What is made of examples is put together like any
+result: a running mean is that of the whole batch. State of which nothing is known goes from one micro-batch
+to the next.
 
 >>> import jax.numpy as jnp, onward as ow
 >>> def loss(w, state, x):

@@ -67,7 +67,7 @@ def with_loop(program: Program, micro: Program, how: Accumulation) -> Program:
             batch, or an update that looks at the batch itself.
         RecipeError: at the size of a micro-batch the function builds another graph.
     """
-    whole, part = (LoopCut(p, how.split, how.behind, how.merged) for p in (program, micro))
+    whole, part = (LoopCut(p, how) for p in (program, micro))
     expect_same_graph(whole, part)
     expect_no_data_in_updates(whole, how.split)
     plan = LoopPlan(whole, part, how)

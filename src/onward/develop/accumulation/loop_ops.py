@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from collections.abc import Set as AbstractSet
 
 from onward.core.errors import GraphError, RecipeError
 from onward.core.marks import KEEP, OF_WHOLE_BATCH, SCALE
@@ -11,6 +10,7 @@ from onward.core.program import Op, Program, Variable
 from onward.core.walk import ancestors
 from onward.core.words import Pass
 from onward.develop.accumulation.carried import State, keys_in, made_of
+from onward.develop.accumulation.micro_batches import Accumulation
 from onward.develop.over_batch.known import Follows
 
 
@@ -24,23 +24,18 @@ class LoopCut:
 
     Args:
         program: a Program with a backward pass.
-        split: the names of the data that is cut.
-        behind: the names of the first results of forward ops that come after the loop.
-        merged: the names of the state whose next value is put together as results are.
+        how: how its batch is cut.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        split: Collection[str],
-        behind: AbstractSet[str] = frozenset(),
-        merged: AbstractSet[str] = frozenset(),
-    ) -> None:
-        self.program, self.behind, self._merged = program, behind, merged
+    def __init__(self, program: Program, how: Accumulation) -> None:
+        self.program, self.behind, self._merged = program, how.behind, how.merged
         self.late = _late(program)
         self.following = {old: self.proposed.get(new, new) for old, new in program.next_state.items()}
         carried = self._carried()
-        handed = {**made_of(program, split, carried), **keys_in(program, carried)}
+        handed = {
+            **made_of(program, how.split, carried),
+            **(keys_in(program, carried) if how.hands_keys else {}),
+        }
         once = {old: new for old, new in carried.items() if old not in handed}
         self.threaded = {old: new for old, new in carried.items() if old in handed}
         of_whole = [v for op in program.ops if op.type is OF_WHOLE_BATCH for v in op.outputs]
