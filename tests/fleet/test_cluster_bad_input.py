@@ -4,6 +4,7 @@ import itertools
 import re
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from tests.fleet.on_threads import WAIT
 import onward as ow
 from onward.core import extras
 from onward.core.traces import Traces
+from onward.fleet.modes import as_mode
 from onward.fleet.train import _sums
 
 RNG = np.random.default_rng(0)
@@ -192,9 +194,70 @@ def test_a_loss_that_is_neither_sum_nor_mean_matters_where_gradients_are_merged(
         return jnp.sum((x @ w) * example_weight) / jnp.sum(example_weight)
 
     program = ow.SGD(0.1).minimize(weighed, np.ones(3), np.ones((4, 3)), np.ones(4))
-    assert not any((_sums(program, None, 1, True), _sums(program, None, 2, False), list(recwarn)))
+    sync, free = (as_mode(word) for word in ("sync", "async"))
+    assert not any((_sums(program, None, 1, sync), _sums(program, None, 2, free), list(recwarn)))
     with pytest.warns(UserWarning, match=r"neither a mean .* over trainers .*merge=Average\(\) says"):
-        _sums(program, None, 2, True)
+        _sums(program, None, 2, sync)
+
+
+@pytest.mark.parametrize(
+    ("loss", "why"),
+    [
+        (lambda w, x: -jnp.diag(jax.nn.log_softmax((x @ w) @ (x @ w).T)).mean(), "all pairs of examples"),
+        (lambda w, x: ((x @ w) * (x @ w)[::-1]).mean(), "runs along the examples"),
+        (lambda w, x: ((x @ w - (x @ w).mean(0)) ** 2).mean(), "reads a statistic of the examples"),
+    ],
+)
+def test_examples_that_trainers_miss_are_warned_of_in_rounds(loss, why, recwarn):
+    program = ow.SGD(0.1).minimize(loss, np.eye(3, dtype="float32"), np.ones((4, 3), "float32"))
+    _sums(program, None, 2, as_mode("async"))
+    _sums(program, ow.Average(), 2, as_mode("sync"))
+    assert not list(recwarn)
+    with pytest.warns(UserWarning, match=f"{why}.* each of 2 trainers has only its own.*merge=Average"):
+        _sums(program, None, 2, as_mode("sync"))
+
+
+CARRIED = {
+    "rows": lambda s, x: s + len(x),
+    "hits": lambda s, x: s + jnp.sum(x > 0),
+    "largest": lambda s, x: jnp.maximum(s, jnp.max(x)),
+    "sums": lambda s, x: 0.9 * s + jnp.sum(x),
+}
+
+
+@pytest.mark.parametrize("name", CARRIED)
+def test_state_that_is_no_mean_over_trainers_is_warned_of(name):
+    x = np.ones((4, 3), "float32")
+    first = {"largest": np.float32(0), "sums": np.float32(0)}.get(name, np.int32(0))
+    program = ow.SGD(0.1).minimize(
+        lambda w, s, x: (jnp.mean(x @ w), CARRIED[name](s, x)), np.ones(3, "float32"), x, state=first
+    )
+    for mode, kept in (("sync", "their mean"), ("async", "the last one to send")):
+        with pytest.warns(UserWarning, match=f"the state 's' .* mean over trainers, and .*{kept}"):
+            _sums(program, None, 2, as_mode(mode))
+
+
+def test_a_function_of_one_length_is_told_of_in_rounds():
+    program = ow.SGD(0.1).minimize(
+        lambda w, x: jnp.mean(x.reshape(4, 3) @ w), np.ones(3, "float32"), np.ones((4, 3), "float32")
+    )
+    with pytest.warns(UserWarning, match="of twice as many examples .* the mean over trainers is taken"):
+        _sums(program, None, 2, as_mode("sync"))
+    assert not _sums(program, None, 2, as_mode("async"))
+
+
+def test_state_that_servers_have_as_one_device_is_not_warned_of(recwarn):
+    def loss(w, s, x):
+        key, now = jax.random.split(s["key"])
+        kept = jax.random.bernoulli(now, 0.5, x.shape)
+        following = {"mean": 0.9 * s["mean"] + 0.1 * x.mean(0), "steps": s["steps"] + 1, "key": key}
+        return jnp.mean(jnp.where(kept, x, 0) @ w), following
+
+    state = {"mean": np.zeros(3, "float32"), "steps": np.int32(0), "key": jax.random.key(0)}
+    program = ow.SGD(0.1).minimize(loss, np.ones(3, "float32"), np.ones((4, 3), "float32"), state=state)
+    for mode in ("sync", "async"):
+        _sums(program, None, 2, as_mode(mode))
+    assert not list(recwarn)
 
 
 def test_without_ray_the_extra_is_named(monkeypatch):

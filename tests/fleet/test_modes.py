@@ -351,7 +351,7 @@ CARRYING = uneven([4, 2, 4])
 @pytest.mark.parametrize("servers", [1, 2])
 def test_state_of_the_model_is_the_mean_over_the_trainers(servers):
     program = ow.SGD(0.1).minimize(with_state, SINGLE, *CARRYING[0], state=STATE)
-    run = trained(program, CARRYING, parameters=SINGLE, state=STATE, servers=servers)
+    run = trained(program, CARRYING, parameters=SINGLE, state=STATE, servers=servers, merge=ow.Average())
     params, expected = by_hand()
     close(run.model, params, FIRST, 1e-5, 1e-6)
     names = [v.name for v in program.state if v.name.endswith(("mean", "count"))]
@@ -373,7 +373,7 @@ def test_statistics_and_random_numbers_of_layers():
     one = trained(program, batches, trainers=1, servers=2, seed=5)
     expected, _ = alone(program, batches, seed=5)
     close(arrays(one.model, names), arrays(expected, names), names, 1e-5, 1e-6)
-    two = trained(program, [batches[0], batches[0]], seed=5)
+    two = trained(program, [batches[0], batches[0]], seed=5, merge=ow.Average())
     assert np.diff(two.history["loss"]) != 0  # each trainer drops others
 
 

@@ -16,16 +16,16 @@ from onward.core.recipe import undone
 from onward.core.structure import describe
 from onward.core.walk import Where, listed, name_of
 from onward.develop.check_finite import check_finite as checked
-from onward.develop.over_batch.loss import loss_is_sum
 from onward.develop.seam import forward_pass
 from onward.distribute.merge import Average, Merge, Sum
 from onward.distribute.replicate import replicate, replicated
 from onward.distribute.split.devices import TrainerDevices
 from onward.execute.initialize import is_declared
 from onward.fit.model import Model
+from onward.fleet.as_one import expect_as_one
 from onward.fleet.engine import Engine
 from onward.fleet.keeper import Durability
-from onward.fleet.modes import Mode, as_mode, in_rounds
+from onward.fleet.modes import Mode, Sync, as_mode
 from onward.fleet.run import Run
 from onward.fleet.settings import Settings
 from onward.fleet.stream import Stream
@@ -152,7 +152,7 @@ def start(
         servers=servers,
         mode=as_mode(mode),
         epochs=epochs,
-        sums=_sums(program, merge, trainers, in_rounds(as_mode(mode))),
+        sums=_sums(program, merge, trainers, as_mode(mode)),
         lazy=tuple(str(name_of(choice)) for choice in listed(lazy)) if lazy else (),
         durability=durability if isinstance(durability, Durability) else Durability(durability),
         folder=None if folder is None else str(folder),
@@ -184,7 +184,7 @@ def _on_devices(
     if program.replicas is None and devices == 1 and devices is not True:
         return program, None
     if program.replicas is None:
-        adds = Sum() if _sums(program, merge, 1, False) else Average()
+        adds = Sum() if _sums(program, merge, 1, Sync()) else Average()
         program = replicate(program, 1 if devices is None else devices, adds)
     elif devices != 1:
         raise ArgumentError(
@@ -252,12 +252,10 @@ def _expect_values(program: Program, parameters: Any) -> None:
         )
 
 
-def _sums(program: Program, merge: Merge | None, trainers: int, rounds: bool) -> bool:
+def _sums(program: Program, merge: Merge | None, trainers: int, mode: Mode) -> bool:
     """Whether servers add the gradients that they merge, and do not average them."""
-    if merge is None and (trainers == 1 or not rounds):
-        return False
     if merge is None:
-        return loss_is_sum(program, "The mean over trainers is taken", "merge=Average()")
+        return trainers > 1 and expect_as_one(program, trainers, mode)
     if type(merge) in (Average, Sum):
         return type(merge) is Sum
     raise ArgumentError(f"cluster: merge is {describe(merge)}; servers know Average() and Sum().")

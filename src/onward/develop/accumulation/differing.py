@@ -4,74 +4,43 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
 
 from onward.core.program import Program, Variable
 from onward.core.source import user_level
 from onward.develop.accumulation.carried import beside, is_counted, keys_in, made_of
 from onward.develop.accumulation.micro_batches import Accumulation
 from onward.develop.over_batch.known import Following, How
+from onward.develop.over_batch.meeting import Difference, meetings
 
 _BY_SHARE = (
     ", but for a mean weighed by example_weight, jnp.sum(w * e) / jnp.sum(w): micro-batches count as much as "
     "the weights of their examples"
 )
-_RESULT = "The result differs from that of the whole batch"
-
-
-class _Difference(NamedTuple):
-    """Something that a micro-batch computes otherwise than the whole batch."""
-
-    what: str
-    differs: str
-    instead: str = ""
+_WHOLE = (
+    "Data that every micro-batch needs whole, such as the nodes of a graph: accumulate(..., whole=['nodes'])."
+)
 
 
 def expect_apart(part: Program, following: Following, how: Accumulation) -> None:
     """Warn where what a micro-batch returns or carries on needs the examples of others."""
     by_share = "" if how.weight is None else _BY_SHARE
-    for found in _differences(part, following, by_share):
-        warnings.warn(
-            f"{part.name}: {found.what}, and each of {how.steps} micro-batches has only its own. "
-            f"{found.differs}. {found.instead}If it is meant so: is_sum=False, or True for a sum over "
-            "examples.",
-            stacklevel=user_level(),
-        )
+    for found in (*meetings(part, following, _WHOLE), *_disordered(part, following)):
+        told = found._replace(differs=found.differs + by_share) if found.instead is _WHOLE else found
+        told.warn(part, f"{how.steps} micro-batches", "is_sum=False, or True for a sum over examples")
 
 
-def _differences(part: Program, following: Following, by_share: str) -> Iterator[_Difference]:
-    """The first of each kind."""
-    near = following.reaching(part, [*part.outputs, *part.next_state.values()])
-    for op, why in near.mixing[:1]:
-        yield _Difference(
-            f"{op.type!r}{op.at} {why}",
-            f"{_RESULT}{by_share}",
-            "Data that every micro-batch needs whole, such as the nodes of a graph: accumulate(..., "
-            "whole=['nodes']). ",
-        )
-    for op in near.normalizing[:1]:
-        yield _Difference(
-            f"{op.type!r}{op.at} reads a statistic of the examples, as batch normalization does",
-            _RESULT,
-            "Normalize every example by itself (layer_norm, group_norm). ",
-        )
-    for op, why in following.rules_of_loss(part)[:1]:
-        what = f"{op.type!r}{op.at} {why}"
-        yield _Difference(what, "The gradients differ from those of the whole batch")
+def _disordered(part: Program, following: Following) -> Iterator[Difference]:
+    """Results over examples that are not those of the micro-batches, one behind the other."""
     rows = [v for v in part.outputs if v.is_float and following.found[v].kind is How.ROWS]
     for v in [v for v in rows if following.found[v].power][:1]:
-        yield _Difference(
-            f"the result {v.name!r} holds numbers of the examples that are multiplied or divided by how "
-            "many there are",
-            _RESULT,
-            "Return them as they are. ",
+        what = (
+            f"the result {v.name!r} holds numbers of the examples that are multiplied or divided by how many"
         )
+        yield Difference(f"{what} there are", instead="Return them as they are.")
     for v in following.out_of_order(v for v in part.outputs if v not in part.constants)[:1]:
-        yield _Difference(
-            f"the result {v.name!r} holds the examples several times, or counts them from 0",
-            _RESULT,
-            "Return examples once each, as a tuple in place of a concatenation, and count them outside. ",
-        )
+        what = f"the result {v.name!r} holds the examples several times, or counts them from 0"
+        instead = "Return examples once each, as a tuple in place of a concatenation, and count them outside."
+        yield Difference(what, instead=instead)
 
 
 def expect_merged(part: Program, following: Following, results: Iterable[Variable]) -> None:

@@ -46,25 +46,26 @@ def is_sum(part: Program, following: Following, otherwise: str, meant: str = "is
     return is_added
 
 
-def loss_is_sum(program: Program, otherwise: str, meant: str) -> bool:
-    """The same of a Program that is fed one of several batches; False where it cannot be told.
+def halves(program: Program) -> tuple[Program, Following] | None:
+    """The forward Program for a batch as it is fed, and how it follows that for two; None if it is not told.
 
     >>> import jax.numpy as jnp, onward as ow
     >>> def loss(w, x):
     ...     return jnp.sum((x @ w) ** 2)
-    >>> loss_is_sum(ow.trace(loss, jnp.ones(3), jnp.ones((4, 3))), "The mean is taken", "is_sum=False")
+    >>> part, following = halves(ow.trace(loss, jnp.ones(3), jnp.ones((4, 3))))
+    >>> is_sum(part, following, "The mean is taken")
     True
     """
     recipe = program.recipe
     if recipe is None or program.signature is None:
-        return False
+        return None
     try:
         part = recipe.origin.trace(whole_types(program))
         split = batch_names(part, (), WEIGHT, recipe.origin.fixed_data)
         if not split:
-            return False
+            return None
         whole = recipe.origin.trace(data_types(part, split, 2 * part[split[0]].shape[0]))
     except OnwardError:  # the function takes this length alone
-        return False
-    following = follow(whole, part, 2, split, lambda *_: False, asks_rules=False)
-    return following is not None and is_sum(part, following, otherwise, meant)
+        return None
+    following = follow(whole, part, 2, split, lambda *_: False)
+    return None if following is None else (part, following)

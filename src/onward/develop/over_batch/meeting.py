@@ -1,0 +1,59 @@
+"""Where examples see each other in a part of the batch, which has only its own, in words.
+
+>>> import jax.numpy as jnp, onward as ow
+>>> from onward.develop.over_batch.walk import follow
+>>> def loss(w, x):
+...     return jnp.mean((x @ w - jnp.flip(x, 0) @ w) ** 2)
+>>> whole, part = (ow.trace(loss, jnp.ones(3), jnp.ones((rows, 3))) for rows in (8, 4))
+>>> [one.what.partition(" at ")[0] for one in meetings(part, follow(whole, part, 2, {"x"}))]
+["'rev'"]
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from onward.core.program import Program
+from onward.core.source import user_level
+from onward.develop.over_batch.known import Following
+
+RESULT = "The result differs from that of the whole batch"
+
+
+class Difference(NamedTuple):
+    """Something that a part computes otherwise than the whole batch."""
+
+    what: str
+    differs: str = RESULT
+    instead: str = ""
+
+    def warn(self, program: Program, parts: str, meant: str) -> None:
+        """Warn of it, of parts such as ``"4 micro-batches"``; ``meant`` says that it is meant so."""
+        instead = " ".join(filter(None, (self.instead, f"If it is meant so: {meant}.")))
+        warnings.warn(
+            f"{program.name}: {self.what}, and each of {parts} has only its own. {self.differs}. {instead}",
+            stacklevel=user_level(),
+        )
+
+
+def meetings(part: Program, following: Following, whole: str = "") -> Iterator[Difference]:
+    """The first op of each kind in which examples see each other.
+
+    Args:
+        part: the forward Program of a part of the batch.
+        following: how it follows that of the whole.
+        whole: what to write for data that each part needs whole.
+    """
+    near = following.reaching(part, [*part.outputs, *part.next_state.values()])
+    for op, why in near.mixing[:1]:
+        yield Difference(f"{op.type!r}{op.at} {why}", RESULT, whole)
+    for op in near.normalizing[:1]:
+        yield Difference(
+            f"{op.type!r}{op.at} reads a statistic of the examples, as batch normalization does",
+            RESULT,
+            "Normalize every example by itself (layer_norm, group_norm).",
+        )
+    for op, why in following.rules_of_loss(part)[:1]:
+        yield Difference(f"{op.type!r}{op.at} {why}", "The gradients differ from those of the whole batch")

@@ -1,0 +1,64 @@
+"""Whether several trainers compute together what one device would of all their batches."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+
+from onward.core.program import Program, Variable
+from onward.core.source import user_level
+from onward.develop.over_batch.known import SAME, Following, Follows, How
+from onward.develop.over_batch.loss import halves, is_sum
+from onward.develop.over_batch.meeting import meetings
+from onward.fleet.modes import Mode, Sync, in_rounds
+
+_MEANT = "merge=Average(), or Sum() for a sum over examples"
+
+
+def expect_as_one(program: Program, trainers: int, mode: Mode) -> bool:
+    """Whether the gradients of trainers are to be added up, as those of a loss that is a sum.
+
+    Warns:
+        UserWarning: in rounds, examples see each other, so that trainers miss those of others; or state of
+            the forward pass is another one than that of one device.
+    """
+    parts = halves(program)
+    if parts is None:
+        if in_rounds(mode) and program.recipe is not None and program.inputs:
+            warnings.warn(
+                f"{program.name}: of twice as many examples the function cannot be traced, or builds another "
+                "graph, so that it is not known whether trainers compute together what one device would; "
+                "the mean over trainers is taken. Let it take any number of examples. If it is meant so: "
+                f"{_MEANT}.",
+                stacklevel=user_level(),
+            )
+        return False
+    part, following = parts
+    if isinstance(mode, Sync):
+        for found in meetings(part, following):
+            found.warn(part, f"{trainers} trainers", _MEANT)
+    for v in list(_left(part, following, isinstance(mode, Sync)))[:1]:
+        how = "their mean, or that of one of them" if in_rounds(mode) else "that of the last one to send"
+        warnings.warn(
+            f"{part.name}: the state {v.name!r} of all batches does not follow from the mean over trainers, "
+            f"and {how} is kept: it differs from that of one device. Carry floats that are means over "
+            f"examples, such as moving averages. If it is meant so: {_MEANT}.",
+            stacklevel=user_level(),
+        )
+    if not in_rounds(mode):
+        return False
+    return is_sum(part, following, "The mean over trainers is taken", "merge=Average()")
+
+
+def _left(part: Program, following: Following, meets: bool) -> Iterator[Variable]:
+    """The state that servers have otherwise than one device would; ``meets``: examples that meet are told of."""
+    for old, new in part.next_state.items():
+        near, found = following.reaching(part, [new]), following.found[new]
+        is_mean = new.is_float and found == Follows(How.MEAN)
+        is_told = meets and (near.mixing or near.normalizing)
+        if (
+            not is_told
+            and not new.is_key
+            and not ((found == SAME or is_mean) and following.is_known(part, new))
+        ):
+            yield old
