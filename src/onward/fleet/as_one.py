@@ -51,7 +51,7 @@ def expect_as_one(program: Program, trainers: int, mode: Mode) -> bool:
 
 
 def _left(part: Program, following: Following, meets: bool) -> Iterator[Variable]:
-    """The state that servers have otherwise than one device would; ``meets``: examples that meet are told of."""
+    """The state that servers have otherwise than one device; without what ``meets``, where that is told."""
     for old, new in part.next_state.items():
         near, found = following.reaching(part, [new]), following.found[new]
         is_mean = new.is_float and found == Follows(How.MEAN)
