@@ -51,8 +51,8 @@ def sgd(params, grads, rate=0.1):
     return jax.tree.map(lambda p, g: p - rate * g, params, grads)
 
 
-def with_optax():
-    optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
+def with_optax(rule=optax.adamw):
+    optimizer = optax.chain(optax.clip_by_global_norm(0.5), rule(1e-2))
 
     @jax.jit
     def step(params, opt_state, x, y):
@@ -61,6 +61,10 @@ def with_optax():
         return optax.apply_updates(params, updates), opt_state, loss
 
     return Case(step, (PARAMS, optimizer.init(PARAMS)), lambda out: (out[:2], out[2]))
+
+
+def with_an_optimizer_that_keeps_nothing():
+    return with_optax(optax.sgd)
 
 
 def by_hand():
@@ -158,7 +162,15 @@ def with_haiku():
 
 MAKERS = {
     maker.__name__: maker
-    for maker in (with_optax, by_hand, with_a_sum_and_a_rate, with_flax, with_equinox, with_haiku)
+    for maker in (
+        with_optax,
+        with_an_optimizer_that_keeps_nothing,
+        by_hand,
+        with_a_sum_and_a_rate,
+        with_flax,
+        with_equinox,
+        with_haiku,
+    )
 }
 
 
@@ -208,6 +220,15 @@ def expect_equal(program, name, data=None, rtol=2e-5):
     if loss is not None:
         np.testing.assert_allclose(out.loss, loss, rtol=rtol)
     return step, state
+
+
+def test_a_state_without_arrays_may_be_said_to_be_carried_on():
+    chosen = case("with_an_optimizer_that_keeps_nothing")
+    program = ow.adopt(chosen.step, *chosen.state, X, Y, carried=["params", "opt_state"])
+    _, state = expect_equal(program, "with_an_optimizer_that_keeps_nothing")
+    assert state.parameters[1] == chosen.state[1]
+    with pytest.raises(ow.ArgumentError, match=r"no such argument of arrays. .*'opt_state'"):
+        ow.adopt(chosen.step, *chosen.state, X, Y, carried=["params", "opt_stat"])
 
 
 @pytest.mark.parametrize("name", ["by_hand", "with_a_sum_and_a_rate"])

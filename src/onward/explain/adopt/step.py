@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from onward.derive.update.foreign import ForeignUpdate
 from onward.explain.adopt.cut import Cut, CutTrace, cut
 from onward.explain.adopt.gradient_call import taking_apart
 from onward.explain.inspect.call import CalledStep, is_array
-from onward.explain.inspect.carried import Pair
+from onward.explain.inspect.carried import Pair, carried_places
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,10 +51,10 @@ class AdoptedStep:
         """The arguments that are fed."""
         return tuple(s for i, s in self.call.plain.items() if i not in self.places)
 
-    @property
+    @cached_property
     def places(self) -> frozenset[int]:
         """The places of the arguments that are carried on."""
-        return frozenset(argument.place for _, argument in self.pairs)
+        return carried_places(self.pairs, self.call, self.treedef)
 
     def trace(self, data: tuple[Any, ...]) -> Program:
         """The forward Program: the loss, what the update reads beside it, and the state it replaces.

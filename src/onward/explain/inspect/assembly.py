@@ -19,7 +19,7 @@ from onward.core.structure import Signature, Static, Structure
 from onward.core.words import Kind, Placement
 from onward.define.arguments import Leaf, Specification
 from onward.explain.inspect.call import CalledStep
-from onward.explain.inspect.carried import Ends, Pair, next_values, without
+from onward.explain.inspect.carried import Ends, Pair, carried_places, next_values, without
 from onward.explain.inspect.flow import Provenance
 from onward.explain.inspect.loops import differentiated, ops_of, roles_of
 from onward.explain.inspect.naming import named
@@ -67,7 +67,7 @@ def assemble(
     following = {**next_values(pairs), **in_place(given.modules, found, reading.outputs)}
     result = without(returned, pairs)
     outputs = tuple(dict.fromkeys(result.variables))
-    places = {argument.place for _, argument in pairs}
+    places = carried_places(pairs, call, found.treedef)
     roles = roles_of(ops, reading, following, outputs)
     program = roles.program(
         name=call.title,
@@ -151,7 +151,7 @@ class Given:
             below = [
                 v for s in self.plain.values() for v in s.variables if f"{v.name}/".startswith(f"{name}/")
             ]
-            if not below:
+            if not below and not any(call.names[i] == name and not s.arrays for i, s in call.plain.items()):
                 raise ArgumentError(
                     f"carried= names {name!r}, and {call.title} takes no such argument of arrays. "
                     f"{nearest(name, [call.names[i] for i in self.plain])}"

@@ -17,9 +17,11 @@ import jax
 from onward.core.errors import ArgumentError
 from onward.core.program import Variable
 from onward.core.structure import Structure
+from onward.explain.inspect.call import CalledStep
 from onward.explain.inspect.flow import Provenance
 from onward.explain.inspect.parts import TreePart
 
+_NOTHING = jax.tree.structure(None)
 Pair = tuple[TreePart, TreePart]
 Choice = tuple[TreePart, list[TreePart]]
 
@@ -265,6 +267,23 @@ def next_values(pairs: Iterable[Pair]) -> Mapping[Variable, Variable]:
         for new, old in zip(result.variables, argument.variables, strict=True)
         if new is not old
     }
+
+
+def carried_places(pairs: Sequence[Pair], call: CalledStep, returned: Any) -> frozenset[int]:
+    """The places of the arguments that are carried on from step to step.
+
+    One without arrays, such as the state of an optimizer that keeps nothing, is so beside others if the step
+    returns its containers.
+
+    Args:
+        pairs: the results that replace arguments.
+        call: how the step is called.
+        returned: the containers of what it returns.
+    """
+    places = frozenset(argument.place for _, argument in pairs)
+    empty = {child for child in returned.children() if not child.num_leaves and child != _NOTHING}
+    beside = (i for i, s in call.plain.items() if s.treedef in empty)
+    return places.union(beside) if places else places
 
 
 def without(structure: Structure, pairs: Sequence[Pair]) -> Structure:
