@@ -481,6 +481,16 @@ def test_data_as_long_as_the_batch_can_be_kept_whole():
         equal(state.parameters, W - RATE * X[:ROWS].mean(0) * table.sum())
 
 
+def test_a_batch_that_comes_second_is_asked_for():
+    def loss(w, nodes, edges):
+        return jnp.mean((nodes @ w)[edges])
+
+    program = ow.SGD(RATE).minimize(loss, W, X[:6], np.arange(8) % 6)
+    with pytest.raises(ow.ArgumentError, match=r"the batch is 'edges' \(int64\[8\]\): whole=\['nodes'\]"):
+        accumulate(program, 4)
+    accumulate(program, 4, whole=["nodes"])
+
+
 def test_data_that_a_pruned_program_reads_no_more_is_cut_too():
     def loss(w, x, y):
         return jnp.mean((x @ w) ** 2), x @ w - y

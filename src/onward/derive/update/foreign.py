@@ -108,5 +108,7 @@ def _expect_shared(program: Program, update: ForeignUpdate, env: Mapping[Variabl
                 raise GraphError(
                     f"{program.name}: the update reads {env[v].name!r} ({op.type}{op.at}) beside the "
                     "gradients, which every device has of its own part of the batch, so each would make "
-                    "another update. Let the update read gradients and state alone, or take one device."
+                    "another update. Let the update read gradients and state alone; or take the whole batch: "
+                    f"ow.partition(program, {{'data': {replicas.count}}}, {{}}, batch='data') in place of "
+                    "replicate."
                 )

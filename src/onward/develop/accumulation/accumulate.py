@@ -309,10 +309,14 @@ def expect_rows(program: Program, how: Accumulation, devices: int) -> None:
     if how.weight is None and size % unit:
         below = size // unit * unit
         sizes = f"{below} or {below + unit}" if below else f"{unit}"
+        divided = (v for v in program.inputs if v.shape and v.name not in how.split and not v.shape[0] % unit)
+        other = next((v for v in divided if v.shape[0] and not v.may_be_key), None)
+        whole = f" If the batch is {other.name!r} ({other.type}): whole=[{leader!r}]." if other else ""
         raise ArgumentError(
             f"{program.name}: the batch has {size} rows ({leader!r}), which {how.steps} "
             f"micro-batches{_on(devices)} do not divide. Feed {sizes}; or let the loss take example_weight, "
             "an array [batch] that weighs its mean, and batches are filled up with examples of weight 0."
+            f"{whole}"
         )
 
 
