@@ -442,6 +442,11 @@ SEES_OTHERS = {
     "reversed": (lambda w, x: (jnp.tanh(x @ w) * (x @ w)[::-1]).mean(), "along the examples"),
     "first": (lambda w, x: jnp.tanh(x @ w).mean() + (x @ w)[0].sum(), "takes some of the examples"),
     "place": (lambda w, x: (x @ w).mean() * (x @ w)[:, 0].argmax(), "takes some of the examples"),
+    "of pairs and of all": (lambda w, x: ((x @ w)[::2] * (x @ w)[: len(x) // 2]).mean(), "some of the exam"),
+    "one of a pair": (
+        lambda w, x: ((x @ w)[: len(x) - 1 : 2] * (x @ w)[3::2].sum()).mean(),
+        "some of the exam",
+    ),
     "halves": (
         lambda w, x: jnp.tanh((x @ w)[: len(x) // 2] - x[len(x) // 2 :]).mean(),
         "some of the examples",
@@ -492,6 +497,7 @@ SEES_OTHERS = {
 KEEPS_APART = {
     "groups by map": lambda w, x: jax.lax.map(lambda x: jnp.tanh(x @ w).sum(), x, batch_size=2).mean(),
     "pairs": lambda w, x: (jax.nn.softmax((x @ w).reshape(-1, 2, 3), 1)[:, 0] ** 2).mean(),
+    "one and the other": lambda w, x: ((x @ w)[::2] * jnp.tanh(x @ w)[1::2]).mean(),
     "pairs, apart again": lambda w, x: (jnp.sort((x @ w).reshape(-1, 2, 3), 1).reshape(len(x), 3) * x).mean(),
     "each by map": lambda w, x: jax.lax.map(lambda x: jnp.tanh(x @ w).sum(), x).mean(),
     "each by its number, by map": lambda w, x: jax.lax.map(

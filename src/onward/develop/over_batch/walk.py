@@ -332,7 +332,10 @@ class Follower(BatchWalk):
     def _cut(
         self, op: Op, layout: ExampleLayout, start: int, limit: int, stride: int
     ) -> ExampleLayout | None:
-        block = self.rows * layout.each
+        block, each = self.rows * layout.each, layout.each / stride
+        is_of_groups = layout.blocks == 1 and block % stride == 0 and 1 in (each.numerator, each.denominator)
+        if is_of_groups and start < stride and limit > block - stride + start:
+            return replace(layout, each=each)  # the same one of each group
         if stride != 1 or start % block or limit % block:
             self.note(op, "takes some of the examples")
             return None
