@@ -13,6 +13,7 @@ import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import io_callback
+from jax.experimental.ode import odeint
 
 import onward as ow
 from onward.core.lower import lower
@@ -689,6 +690,19 @@ def test_a_side_effect_is_refused(make):
         ow.trace(make(kept), W, X)
     assert kept
     assert "has_aux=True" in str(error.value)
+
+
+def test_what_jax_keeps_of_a_function_that_it_converts_is_no_side_effect():
+    def loss(w, x):
+        path = odeint(lambda y, t: jnp.tanh(y @ w), x, jnp.array([0.0, 1.0]))
+        return jnp.mean(path[-1] ** 2)
+
+    w = np.eye(3, dtype="float32")
+    step = ow.compile(ow.SGD(0.1).minimize(loss, w, X))
+    state, out = step(step.init(w), X)
+    value, gradient = jax.jit(jax.value_and_grad(loss))(w, X)
+    np.testing.assert_allclose(out.loss, value, 1e-6)
+    np.testing.assert_allclose(state.parameters, w - 0.1 * gradient, 1e-5)
 
 
 def test_what_is_kept_inside_the_function_only_is_no_side_effect():

@@ -525,6 +525,10 @@ KEEPS_APART = {
         x
     ).mean(),
     "on a device": lambda w, x: jnp.mean(jax.device_put(x) @ w),
+    "behind a barrier": lambda w, x: jnp.multiply(*jax.lax.optimization_barrier((x @ w, w.sum(0)))).mean(),
+    "solved by iteration": lambda w, x: jax.vmap(
+        lambda b: jax.scipy.sparse.linalg.cg(lambda v: w.T @ (w @ v) + v, b, maxiter=9)[0]
+    )(x).mean(),
     "spectrum of each": lambda w, x: jnp.abs(jnp.fft.fft(x @ w, axis=1)).mean(),
     "smoothed each": lambda w, x: jax.vmap(lambda h: jnp.convolve(h, W[0], mode="same"))(x @ w).mean(),
     "by a kernel each": lambda w, x: jax.vmap(lambda h, x: jnp.convolve(h, x, mode="same"))(x @ w, x).mean(),

@@ -78,6 +78,12 @@ def _named_in(holder: Any) -> dict[Any, Any]:
 
 
 def _is_of_jax(holder: Any) -> bool:
-    """Whether JAX itself keeps the tracer: in an object of its own, or as a jaxpr keeps its constants."""
+    """Whether JAX itself keeps the tracer: in an object of its own, or as a jaxpr keeps its constants.
+
+    What a function closes over that JAX has converted lies in a tuple, among what one of its caches holds.
+    """
     keepers = (holder, *gc.get_referrers(holder)) if isinstance(holder, list | dict) else (holder,)
-    return any(type(keeper).__module__.partition(".")[0] in ("jax", "jaxlib") for keeper in keepers)
+    tuples = [keeper for keeper in keepers if isinstance(keeper, tuple)]
+    keepers = (*keepers, *(k for kept in tuples for k in gc.get_referrers(kept) if k is not tuples))
+    modules = (str(getattr(k if callable(k) else type(k), "__module__", "")) for k in keepers)
+    return any(module.partition(".")[0] in ("jax", "jaxlib") for module in modules)

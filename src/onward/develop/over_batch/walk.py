@@ -30,7 +30,7 @@ import numpy as np
 from onward.core.jaxprs.body import Call
 from onward.core.placement import equal_variables
 from onward.core.primitives.table import of
-from onward.core.primitives.traits import Exchanges, Reduces
+from onward.core.primitives.traits import Exchanges, Moves, Reduces
 from onward.core.program import Op, Program, Variable
 from onward.develop.over_batch.apart import adds_each, has_part, is_own, mixing
 from onward.develop.over_batch.known import (
@@ -232,6 +232,8 @@ class Follower(BatchWalk):
         given = Operands(self, op, other)
         if calls[0].inner and not of(calls[0].primitive).update:
             return within(self, op, other, calls[0], given)
+        if of(calls[0].primitive).moves in (Moves.KEEPS, Moves.HOLDS):
+            return [f for f, _ in given.values]
         if of(calls[0].primitive).exchanges is Exchanges.SUM:
             return [
                 self._output(op, v, calls[0], given, f)
