@@ -77,6 +77,20 @@ def test_steps_of_their_own_on_several_devices():
     close(many.model, {name: one.model[name] for name in FIRST}, FIRST, 1e-5, 1e-6)
 
 
+def looked_up(p, ids, y):
+    return jnp.mean((p["table"][ids] @ p["w"] - y) ** 2)
+
+
+def test_an_embedding_table_travels_whole_to_a_trainer_of_several_devices():
+    params = {"table": RNG.normal(size=(60, 5)).astype(np.float32), "w": FIRST["w"]}
+    batches = [(RNG.integers(0, 60, 12).astype(np.int32), Y[p]) for p in PARTS[:3]]
+    program = ow.Adam(0.05).minimize(looked_up, params, *batches[0])
+    run = trained(program, batches, parameters=params, trainers=1, servers=2, devices=2)
+    close(run.model, alone(program, batches, params)[0], params, 1e-5, 1e-6)
+    with pytest.raises(ow.GraphError, match=r"'table' .* where a trainer has several devices tables travel"):
+        trained(program, batches, parameters=params, trainers=1, devices=2, lazy=["table"])
+
+
 def test_a_folder_goes_on_with_another_number_of_devices(tmp_path):
     program = minimized()
     batches = [(X[p], Y[p]) for p in PARTS[:4]]

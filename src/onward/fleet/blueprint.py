@@ -55,8 +55,17 @@ class Blueprint:
         return cls(stripped, data, servers, count, tuple(lazy), rows, outer, _has_x64())
 
     def over(self, devices: TrainerDevices | None, takes_all: bool) -> Blueprint:
-        """The blueprint for trainers of these devices; or of all that JAX shows each of them."""
-        return replace(self, devices=devices, takes_all=takes_all)
+        """The blueprint for trainers of these devices; or of all that JAX shows each of them.
+
+        Tables then travel whole.
+
+        Raises:
+            GraphError: lazy tables.
+        """
+        if devices is None:
+            return self
+        devices.expect_whole_tables(self.lazy)
+        return replace(self, devices=devices, takes_all=takes_all, rows=False)
 
     def own_devices(self) -> TrainerDevices | None:
         """The devices of a trainer in this process; None: one."""
