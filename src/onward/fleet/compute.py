@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from onward.core.compiler import compiled_alone
-from onward.core.errors import ArgumentError, ClusterError, NonFiniteError, OnwardError
+from onward.core.errors import ClusterError, NonFiniteError, OnwardError
 from onward.core.lower import lower
 from onward.core.program import Program, Variable
 from onward.core.walk import prune
@@ -19,7 +19,7 @@ from onward.develop.guard import is_guarded
 from onward.develop.watch.watch import watching_of
 from onward.distribute.split.cut import Split
 from onward.distribute.split.joined import Seen
-from onward.distribute.split.rows import Table
+from onward.distribute.split.rows import RowsRead, Table, rows_read
 from onward.distribute.split.trainer import TRAINER, as_typed, carried_by
 from onward.execute.compile import compile
 from onward.execute.feeds import Feeds, data_names, key_of
@@ -58,21 +58,22 @@ class Prepared:
         cut: the graph for data of this shape.
         fed: the data by the Variable's name.
         examples: how many.
-        rows: for each table, by the parameter's name, the rows that are read, ascending.
+        rows: for each table, by the parameter's name, the rows that are read.
         number: which of the trainer's batches it is, or of several, the first.
     """
 
     cut: Split
     fed: Mapping[str, Any]
     examples: int
-    rows: Mapping[str, np.ndarray] = field(default_factory=dict)
+    rows: Mapping[str, RowsRead] = field(default_factory=dict)
     number: int = 0
 
     def wanted(self, server: int) -> Wanted:
         """The rows to ask a server for, counted from the first row of its shard."""
         found = {}
         for shard in self.cut.shards[server]:
-            if (rows := self.rows.get(shard.parameter.name)) is not None:
+            if (read := self.rows.get(shard.parameter.name)) is not None:
+                rows = read.rows
                 mine = rows[(rows >= shard.begin) & (rows < shard.end)]
                 found[str(shard)] = (mine - shard.begin).astype(np.int32)
         return found
@@ -137,10 +138,12 @@ class Gradient:
             self._cuts[key] = self.cut.at(self.feeds.types(values))
         cut = self._cuts[key]
         by_name = {v.name: x for v, x in zip(self.cut.forward.inputs, values, strict=True)}
-        rows: dict[str, np.ndarray] = {}
+        rows: dict[str, RowsRead] = {}
         if cut.places is not None:
-            rows, positions = _located(cut.tables, self._read_places(key, cut, by_name))
-            by_name |= positions
+            rows = _located(cut.tables, self._read_places(key, cut, by_name))
+        for t in cut.tables:
+            positions = rows[t.parameter.name].positions
+            by_name |= {v.name: x for v, x in zip(t.positions, positions, strict=True)}
         return Prepared(cut, by_name, batch_size(fed), rows, number)
 
     def run(self, prepared: Prepared, values: Sequence[Values]) -> BatchResult:
@@ -253,30 +256,15 @@ def _named(trainer: int, number: int) -> Iterator[None]:
         raise kind(f"Trainer {trainer}, batch {number} (counted from 0): {error}") from error
 
 
-def _located(
-    tables: Sequence[Table], places: list[np.ndarray]
-) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """The rows that each table is read at, and where among them each lookup finds its own."""
+def _located(tables: Sequence[Table], places: Iterable[np.ndarray]) -> dict[str, RowsRead]:
+    """The rows that each table is read at, by its name."""
     supply = iter(places)
-    rows, positions = {}, {}
-    for t in tables:
-        found = [next(supply) for _ in t.places]
-        ids = np.unique(np.concatenate([x.ravel() for x in found]))
-        if len(ids) and not 0 <= ids[0] <= ids[-1] < t.parameter.shape[0]:
-            wrong = ids[0] if ids[0] < 0 else ids[-1]
-            raise ArgumentError(
-                f"The batch looks up row {wrong} of {t.parameter.name!r}, which has "
-                f"{t.parameter.shape[0]} rows."
-            )
-        rows[t.parameter.name] = ids
-        for v, x in zip(t.positions, found, strict=True):
-            positions[v.name] = np.searchsorted(ids, x).astype(np.int32)
-    return rows, positions
+    return {t.parameter.name: rows_read([next(supply) for _ in t.places]) for t in tables}
 
 
 def _rows(table: Table, prepared: Prepared, values: Sequence[Values]) -> np.ndarray:
     """The rows of a batch, put together from what the servers own of them."""
-    ids = prepared.rows[table.parameter.name]
+    ids = prepared.rows[table.parameter.name].rows
     whole = np.zeros(table.rows.shape, table.rows.dtype)
     for own, received in zip(prepared.cut.shards, values, strict=True):
         for shard in own:
@@ -289,12 +277,13 @@ def _rows(table: Table, prepared: Prepared, values: Sequence[Values]) -> np.ndar
 def _sent_rows(
     prepared: Prepared, server: int, gradients: Mapping[str, np.ndarray]
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """For each table that a server has a shard of, the rows of it that were read, and their gradients."""
+    """For each table that a server has a shard of, the rows of it that get a gradient, and which."""
     found = {}
     for shard in prepared.cut.shards[server]:
         if (gradient := gradients.get(shard.parameter.name)) is not None:
-            ids = prepared.rows[shard.parameter.name]
-            mine = (ids >= shard.begin) & (ids < shard.end)
+            read = prepared.rows[shard.parameter.name]
+            ids = read.rows
+            mine = (ids >= shard.begin) & (ids < shard.end) & read.moved
             at = (ids[mine] - shard.begin).astype(np.int32)
             found[str(shard)] = (at, gradient[: len(ids)][mine])
     return found

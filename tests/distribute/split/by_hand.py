@@ -9,6 +9,7 @@ import numpy as np
 import onward as ow
 from onward.core.lower import lower
 from onward.distribute.split.in_words import in_words
+from onward.distribute.split.rows import rows_read
 from onward.distribute.split.trainer import TRAINER, plain
 from onward.execute.initialize import initialized
 from onward.execute.spread import By, Spread
@@ -116,27 +117,25 @@ class ByHand:
             self.down[t][i] = size(given) + (size(shared.values()) if i == 0 else 0)
             self.asked[t][i] = 0
         numbers = []
-        for table, (wanted, positions) in zip(self.cut.tables, self.looked_up(batch), strict=True):
-            fed |= {f"rows({table.parameter.name})": self.rows(t, table, wanted)}
-            fed |= named(table.positions, positions)
-            numbers.append(wanted)
+        for table, found in zip(self.cut.tables, self.looked_up(batch), strict=True):
+            fed |= {f"rows({table.parameter.name})": self.rows(t, table, found.rows)}
+            fed |= named(table.positions, found.positions)
+            numbers.append(found)
         made, _ = self.run(part.program, self.first, fed)
         gradients = {
-            table.parameter.name: (wanted, made[g])
-            for table, wanted, g in zip(self.cut.tables, numbers, part.row_gradients, strict=True)
+            table.parameter.name: (found, made[g])
+            for table, found, g in zip(self.cut.tables, numbers, part.row_gradients, strict=True)
         }
         own = [made[v] for v in part.program.outputs[: len(self.cut.base.outputs)]]
         return own, [[made[v] for v in variables] for variables in part.sent], gradients
 
     def looked_up(self, batch):
-        """For each table the numbers of the rows that are read, and where each place finds its row."""
+        """For each table the rows that are read."""
         if self.cut.places is None:
             return
         by, _ = run(self.cut.places, {}, batch)
         for table in self.cut.tables:
-            places = [by[v] for v in table.places]
-            wanted = np.unique(np.concatenate([np.ravel(x) for x in places]))
-            yield wanted, [np.searchsorted(wanted, x).astype(np.int32) for x in places]
+            yield rows_read([by[v] for v in table.places])
 
     def rows(self, t, table, wanted):
         """These rows of a table, from all servers that own some; the rest is zeros."""
@@ -186,8 +185,9 @@ class ByHand:
         numbers = np.full(at.shape, shard.end - shard.begin, np.int32)
         values = np.zeros(gradient.shape, gradient.dtype)
         if rows:
-            wanted, all_values = rows[shard.parameter.name]
-            here = np.flatnonzero((wanted >= shard.begin) & (wanted < shard.end))
+            found, all_values = rows[shard.parameter.name]
+            wanted = found.rows
+            here = np.flatnonzero((wanted >= shard.begin) & (wanted < shard.end) & found.moved)
             sent = [(wanted[here] - shard.begin).astype(np.int32), all_values[here]]
             numbers[: len(here)], values[: len(here)] = sent
             self.up[t][i] += size(sent)

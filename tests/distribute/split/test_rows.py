@@ -100,7 +100,9 @@ def halved(loss, params, batch):
 
 
 OUTSIDE = {
-    "negative": (lambda t, i: t[i], -LONG, LONG, "int32"),
+    "brackets": (lambda t, i: t[i], -90, 90, "int32"),
+    "row by row under vmap": (lambda t, i: jax.vmap(lambda j: t[j])(i), -90, 90, "int32"),
+    "promised": (lambda t, i: t.at[i].get(mode="promise_in_bounds"), -90, 90, "int32"),
     "negative take": (lambda t, i: jnp.take(t, i, axis=0), -LONG, LONG, "int32"),
     "clip": (lambda t, i: t.at[i].get(mode="clip"), -90, 90, "int32"),
     "fill": (lambda t, i: t.at[i].get(mode="fill", fill_value=0.5), -90, 90, "int32"),
@@ -137,8 +139,8 @@ def test_bytes_are_asked_for_as_they_are_in_a_table_with_more_rows_than_they_cou
 
     params, batch = {"table": random(300, WIDE)}, np.array([3, 255, 60, 44], "uint8")
     hand = ByHand(cut_of(ow.SGD(0.5), loss=loss, example=batch, params=params), params)
-    [(wanted, _)] = hand.looked_up({"ids": batch[:2]})
-    assert set(np.ravel(wanted)) == {3, 255}
+    [found] = hand.looked_up({"ids": batch[:2]})
+    assert set(found.rows) == {3, 255}
 
 
 SHAPES = {
@@ -182,6 +184,25 @@ def test_an_embedding_of_equinox():
 
     cut = cut_of(ow.SGD(0.5), loss=loss, params=module)
     compared(cut, ow.SGD(0.5).minimize(loss, module, ids(0)), module, [(ids(1),)], 2, 1e-4, 1e-5)
+
+
+MOVED = {
+    "brackets": (lambda t, i: t[i], [2, 3]),
+    "fill": (lambda t, i: t.at[i].get(mode="fill", fill_value=0.0), [2, 3]),
+    "clip": (lambda t, i: t.at[i].get(mode="clip"), [0, 2, 3, LONG - 1]),
+    "both": (lambda t, i: t[i] + t.at[i].get(mode="clip"), [0, 2, 3, LONG - 1]),
+}
+
+
+def test_a_lazy_update_leaves_the_row_nearest_to_a_padding_id_alone_unless_it_is_told_to_clip():
+    """Momentum goes on moving a row whose gradient is zero, once it has moved."""
+    loss, params = each_its_own({name: read for name, (read, _) in MOVED.items()})
+    hand = ByHand(cut_of(ow.Momentum(0.2), 1, 1, loss, params=params, lazy=tuple(MOVED)), params)
+    hand.step([{"ids": np.tile(np.array([0, LONG - 1], "int32"), ROWS // 2)}])
+    before = {name: hand.whole(name) for name in MOVED}
+    hand.step([{"ids": np.tile(np.array([3, LONG, 2, -LONG - 1], "int32"), ROWS // 4)}])
+    for name, (_, moved) in MOVED.items():
+        assert list(np.flatnonzero((hand.whole(name) != before[name]).any(1))) == moved, name
 
 
 # ---------------------------------------------------------------- what is not a table

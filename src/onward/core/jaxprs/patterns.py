@@ -18,10 +18,12 @@ from onward.core.jaxprs.equations import called_by, has_rule_of_its_own, is_inli
 class RowLookup:
     """Whole rows of a table, by number: the first of the numbers along the last axis.
 
-    ``fill`` is what a row outside of the table reads as; None: as the nearest row.
+    ``fill`` is what a row outside of the table reads as; None: as the nearest row. ``clips`` tells whether
+    that row then gets its gradient, which is dropped otherwise.
     """
 
     fill: Any = None
+    clips: bool = False
 
 
 def row_lookup(body: Body) -> RowLookup | None:
@@ -40,11 +42,12 @@ def row_lookup(body: Body) -> RowLookup | None:
         and not n.operand_batching_dims
         and tuple(n.offset_dims) == tuple(range(batch, body.out_avals[0].ndim))
     )
-    fills = params["mode"] is jax.lax.GatherScatterMode.FILL_OR_DROP
-    if not whole or (fills and row != (0,)):
+    mode = params["mode"]
+    fills = mode is jax.lax.GatherScatterMode.FILL_OR_DROP
+    if not whole or (fills and row != (0,)) or mode is jax.lax.GatherScatterMode.ONE_HOT:
         return None
     other = np.nan if params["fill_value"] is None else params["fill_value"]
-    return RowLookup(other if fills else None)
+    return RowLookup(other if fills else None, mode is jax.lax.GatherScatterMode.CLIP)
 
 
 @dataclass(frozen=True)

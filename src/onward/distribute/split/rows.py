@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from onward.core.jaxprs.body import body_of
-from onward.core.jaxprs.patterns import row_lookup
+from onward.core.jaxprs.patterns import RowLookup, row_lookup
 from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import ancestors, consumers, needed_ops, prune, substitute
@@ -32,9 +32,10 @@ class Table:
     Attributes:
         parameter: all of it, as the servers keep it.
         rows: the rows of a batch, as the trainer gets them; more than it reads are filled up with zeros.
-        places: which rows are looked up, all of them rows that there are: integers ``[..., 1]``.
+        places: which rows are looked up: integers ``[..., 1]``, which ``rows_read`` reads.
         positions: in the trainer's Program, where among ``rows`` each of these is.
         computed: in the forward Program, what says which rows are looked up; it may point outside.
+        clips: for each of these, whether the nearest row gets the gradient where it points outside.
     """
 
     parameter: Variable
@@ -42,6 +43,35 @@ class Table:
     places: tuple[Variable, ...]
     positions: tuple[Variable, ...]
     computed: tuple[Variable, ...]
+    clips: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class RowsRead:
+    """The rows of a table that a batch reads.
+
+    Attributes:
+        rows: their numbers, each once, in order.
+        moved: which of them get a gradient; the others are read for places outside of the table.
+        positions: where among them each place finds its own.
+    """
+
+    rows: np.ndarray
+    moved: np.ndarray
+    positions: tuple[np.ndarray, ...]
+
+
+def rows_read(places: Sequence[np.ndarray]) -> RowsRead:
+    """The rows that are looked up at these places of a table; a row that is only read is told as ``~row``.
+
+    >>> found = rows_read([np.array([[7], [2]]), np.array([[2], [~9]])])
+    >>> found.rows, found.moved, [x.ravel() for x in found.positions]
+    (array([2, 7, 9]), array([ True,  True, False]), [array([1, 0], dtype=int32), array([0, 2], dtype=int32)])
+    """
+    read = [np.where(x < 0, ~x, x) for x in places]
+    rows = np.unique(np.concatenate([x.ravel() for x in read]))
+    moved = np.isin(rows, np.concatenate([x[x >= 0] for x in places]))
+    return RowsRead(rows, moved, tuple(np.searchsorted(rows, x).astype(_INTEGER) for x in read))
 
 
 def tables_in(forward: Program, parameters: Sequence[Variable], always: bool = False) -> tuple[Table, ...]:
@@ -65,7 +95,8 @@ def tables_in(forward: Program, parameters: Sequence[Variable], always: bool = F
                 )
                 for what, kind in (("places", Kind.ACTIVATION), ("positions", Kind.DATA))
             )
-            found.append(Table(p, rows, places, positions, computed))
+            clips = tuple(any(_lookup(op).clips for op in ops if op.inputs[1] is v) for v in computed)
+            found.append(Table(p, rows, places, positions, computed, clips))
     return tuple(found)
 
 
@@ -97,9 +128,12 @@ def by_rows(forward: Program, tables: Sequence[Table]) -> Program:
 def places_of(forward: Program, tables: Sequence[Table]) -> Program:
     """The part of the forward Program that computes which rows are looked up.
 
-    A place outside of the table asks for the nearest row, as one device reads it unless told to fill.
+    A place outside of the table asks for the nearest row, as one device reads it unless told to fill; that
+    row gets the gradient only where it was told to clip.
     """
-    ops = tuple(_inside(t, at, place) for t in tables for at, place in zip(t.computed, t.places, strict=True))
+    ops = tuple(
+        _inside(t, *place) for t in tables for place in zip(t.computed, t.places, t.clips, strict=True)
+    )
     longer = replace(forward, ops=(*forward.ops, *ops), signature=None, recipe=None)
     return prune(longer, [v for t in tables for v in t.places])
 
@@ -111,11 +145,20 @@ def _is_lookup(forward: Program, p: Variable, op: Op) -> bool:
     return ancestors(forward, [op.inputs[1]]).isdisjoint(forward.state)
 
 
-def _inside(table: Table, computed: Variable, place: Variable) -> Op:
-    """The op that clips row numbers computed from the data to rows that the table has."""
+def _lookup(op: Op) -> RowLookup:
+    """The lookup that an op is known to be."""
+    lookup = row_lookup(op.body)
+    assert lookup is not None
+    return lookup
+
+
+def _inside(table: Table, computed: Variable, place: Variable, clips: bool) -> Op:
+    """The op that makes row numbers computed from the data places of rows that the table has."""
+    count = table.parameter.shape[0]
 
     def inside(at: Any) -> list[jax.Array]:
-        return [jnp.clip(_wide(at[..., :1]), 0, table.parameter.shape[0] - 1).astype(_INTEGER)]
+        row = jnp.clip(_wide(at[..., :1]), 0, count - 1).astype(_INTEGER)
+        return [row if clips else jnp.where(_is_inside(at, count)[..., None], row, ~row)]
 
     return Op("inside", (computed,), (place,), body_of(inside, computed.aval))
 
@@ -123,26 +166,34 @@ def _inside(table: Table, computed: Variable, place: Variable) -> Op:
 def _from_rows(
     op: Op, rows: Mapping[Variable, Variable], lookups: Mapping[tuple[Variable, Variable], Variable]
 ) -> Op:
-    """The lookup among the rows of the batch; what one device fills, where a place is outside, is filled."""
+    """The lookup among the rows of the batch; where a place is outside, it reads what one device does.
+
+    Unless told to clip, one device drops the gradient there.
+    """
     table, place = op.inputs
     position = lookups[table, place]
-    lookup = row_lookup(op.body)
-    assert lookup is not None
+    lookup = _lookup(op)
     shape = op.outputs[0].shape
 
     def look_up(values: Any, position: Any, *at: Any) -> list[jax.Array]:
         found = values.at[position[..., 0]].get(mode="promise_in_bounds")
         for a in at:
-            wide = _wide(a)
-            known = (wide >= 0) & (wide < table.shape[0])
-            mask = known.reshape(*position.shape[:-1], *(1 for _ in table.shape[1:]))
-            found = jnp.where(mask, found, jnp.asarray(lookup.fill, found.dtype))
+            known = _is_inside(a, table.shape[0]).reshape(*position.shape[:-1], *(1 for _ in table.shape[1:]))
+            nearest = jax.lax.stop_gradient(found)
+            outside = nearest if lookup.fill is None else jnp.asarray(lookup.fill, found.dtype)
+            found = jnp.where(known, found, outside)
         return [found.reshape(shape)]
 
     few = rows[table]
-    others = (position,) if lookup.fill is None else (position, place)
+    others = (position,) if lookup.clips else (position, place)
     body = body_of(look_up, *(v.aval for v in (few, *others)))
     return replace(op, type="lookup", inputs=(table, *others), body=body)
+
+
+def _is_inside(places: Any, rows: int) -> Any:
+    """Whether the row at each place is one of so many, and begins where rows begin."""
+    wide = _wide(places)
+    return (wide[..., 0] >= 0) & (wide[..., 0] < rows) & (wide[..., 1:] == 0).all(-1)
 
 
 def _wide(places: Any) -> Any:
