@@ -148,6 +148,16 @@ def test_the_forward_pass_can_be_minimized_again_and_fed_other_batches():
     assert int(state["step"]) == 1
 
 
+@pytest.mark.filterwarnings("ignore::onward.UnreachedWarning")
+def test_the_forward_pass_keeps_what_the_function_is_given_and_does_not_read():
+    params, state = {"a": jnp.ones(2), "b": jnp.ones(3)}, {"last": jnp.ones(2), "unread": jnp.ones(3)}
+    program = ow.SGD(0.1).minimize(
+        lambda p, s, x: (jnp.mean(x * p["a"]), {**s, "last": x}), params, jnp.ones(2), state=state
+    )
+    assert names(ow.graph.forward_pass(program).state) == ["a", "b", "s/last", "s/unread"]
+    assert set(ow.Model(program, params, state).parameters) == {"a", "b"}
+
+
 def test_the_update_pass_alone_is_sgd_by_hand():
     program = ow.SGD(0.5).minimize(loss, PARAMS, X, Y)
     step = ow.compile(ow.graph.update_pass(program))

@@ -278,6 +278,12 @@ def frozen(rows):
     return program, SINGLE
 
 
+def unread(rows):
+    first = {**SINGLE, "spare": np.ones(3, np.float32)}
+    with pytest.warns(ow.UnreachedWarning):  # a second one would be an error
+        return ow.Adam(0.05).minimize(loss, first, *batches_of(rows, 1)[0]), first
+
+
 def beside(rows):
     def both(params, x, y):
         return loss(params, x, y), {"size": jnp.mean(params["w"] ** 2), "rows": x}
@@ -293,6 +299,7 @@ def by_name(rows):
 LINEN = Linen()
 KINDS = {
     "frozen": frozen,
+    "unread": unread,
     "aux": beside,
     "declared": by_name,
     "equinox": of_module(lambda: eqx.nn.MLP(5, 2, 4, 1, key=jax.random.key(0)), lambda m, x: jax.vmap(m)(x)),

@@ -20,7 +20,7 @@ from onward.develop.watch.watch import unwatched
 
 
 def forward_pass(program: Program) -> Program:
-    """The forward pass alone: what the function returned, and the state that it replaces itself.
+    """The forward pass alone: what the function returned, and the state that it is given and replaces itself.
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
@@ -39,8 +39,17 @@ def _forward_pass(program: Program) -> Program:
         return program
     forward = {v for op in program.ops if op.made_by is Pass.FORWARD for v in op.outputs}
     own = {old: new for old, new in program.next_state.items() if new in forward}
-    part = prune(program, [*program.outputs, *own.values()])
+    given = [v for v in _given(program.signature) if v in program.state]
+    part = prune(program, [*program.outputs, *own.values(), *given])
     return replace(part, outputs=program.outputs, next_state=own, loss=program.loss)
+
+
+def _given(signature: Signature | None) -> tuple[Variable, ...]:
+    """The parameters and the state that the function is given, read or not."""
+    if signature is None:
+        return ()
+    own = signature.model_state
+    return signature.parameters.variables + (() if own is None else own.variables)
 
 
 def update_pass(program: Program) -> Program:
