@@ -9,6 +9,7 @@ recipe stand in the order of their phases, and those of one phase in the order o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,8 @@ from onward.core.errors import RecipeError
 from onward.core.jaxprs.equations import Type
 from onward.core.placement import whole_shape
 from onward.core.program import Applied, Program, Recipe, Variable
+
+_replays: ContextVar[bool] = ContextVar("replays", default=False)
 
 
 def build(recipe: Recipe, data: tuple[Any, ...]) -> Program:
@@ -66,10 +69,19 @@ def laid_out(
 
 
 def with_steps(program: Program, steps: Iterable[Applied]) -> Program:
-    """The Program after these transforms."""
-    for step in steps:
-        program = step(program)
-    return program
+    """The Program after these transforms, which were applied before: see ``is_replay``."""
+    token = _replays.set(True)
+    try:
+        for step in steps:
+            program = step(program)
+        return program
+    finally:
+        _replays.reset(token)
+
+
+def is_replay() -> bool:
+    """Whether a transform is applied once more, so that what it warns of is told already."""
+    return _replays.get()
 
 
 def _of(program: Program, recipe: Recipe, count: int) -> Program:

@@ -27,6 +27,7 @@ from onward.core.marks import ONES, SUM, gradient_type
 from onward.core.names import Names
 from onward.core.placement import expect_one_device
 from onward.core.program import Op, Phase, Program, Variable
+from onward.core.recipe import is_replay
 from onward.core.source import user_level
 from onward.core.transform import remembered, transform
 from onward.core.walk import Where, ancestors, find, listed, producers, select
@@ -93,7 +94,8 @@ def append_backward(
             f"{', '.join(repr(p.name) for p in parameters[:5])}: there is nothing to train. Is the result "
             "computed from the parameters, and not cut off by jax.lax.stop_gradient?"
         )
-    if lost := [p.name for p in parameters if p not in found and p not in stopped]:
+    lost = [p.name for p in parameters if p not in found and p not in stopped]
+    if lost and not is_replay():
         warnings.warn(
             f"The loss {target.name!r} does not reach {', '.join(map(repr, lost))}: no gradient, no update.",
             UnreachedWarning,

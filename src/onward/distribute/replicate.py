@@ -27,7 +27,7 @@ from onward.core.marks import OWN_KEY
 from onward.core.meshes import expect_no_partition
 from onward.core.placement import equal_variables, expect_divisible
 from onward.core.program import Applied, Op, Phase, Program, Recipe, Replicas, Variable
-from onward.core.recipe import build, laid_out, recipe_of, whole_types
+from onward.core.recipe import build, laid_out, recipe_of, whole_types, with_steps
 from onward.core.structure import describe, expect_count, expect_flag, is_word
 from onward.core.walk import Where, listed, select, substitute, with_results
 from onward.core.whole import opened
@@ -197,7 +197,7 @@ def _laid_out(
             if step.function is append_update:
                 local = merge.update(local, *step.arguments, **step.options, devices=group)
             else:
-                local = step(local)
+                local = with_steps(local, [step])
             if step.function is append_backward:
                 local = share.of_gradients(local) if share is not None else local
                 local = merge.apply(local, group, recipe.steps)

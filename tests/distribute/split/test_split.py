@@ -247,9 +247,10 @@ def test_a_parameter_that_the_loss_does_not_reach_was_told_of_already():
         program = ow.SGD(0.1).minimize(
             lambda p, x: jnp.mean(x @ p["w"]), {"w": random(6, 5), "lost": random(3)}, random(8, 6)
         )
-    cut = ow.split(program, 2)  # a warning here would be an error
-    assert {s.parameter.name for own in cut.shards for s in own} == {"w"}
-    assert [v.name for v in cut.trainer.state] == ["lost"]
+    for told in (program, ow.replicate(program, 2)):  # a warning here would be an error
+        cut = ow.split(told, 2)
+        assert {s.parameter.name for own in cut.shards for s in own} == {"w"}
+        assert [v.name for v in cut.trainer.state] == ["lost"]
 
 
 def test_transforms_of_the_forward_pass_are_no_rule_between():

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
-from onward.core.errors import UnreachedWarning
 from onward.core.program import Applied, Phase, Program
 from onward.core.recipe import build, recipe_of, resumed, whole_types
 from onward.derive.backward import append_backward
@@ -26,10 +24,8 @@ def with_step(program: Program, function: Callable[..., Program], *arguments: An
     recipe = recipe_of(program, *_PURPOSE)
     step = Applied(function, arguments, {}, Phase.KEEP)
     grown = recipe.including(step)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UnreachedWarning)  # minimize has told it
-        forward = step(forward_of(program, recipe))
-        return resumed(forward, grown, len(grown.until(Phase.BACKWARD).steps), whole_types(program))
+    forward = step(forward_of(program, recipe))
+    return resumed(forward, grown, len(grown.until(Phase.BACKWARD).steps), whole_types(program))
 
 
 def without_steps(program: Program, *functions: Callable[..., Program]) -> Program:

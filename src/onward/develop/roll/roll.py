@@ -8,12 +8,11 @@ single layers made, ``unstack`` ops. Backward pass and update are derived of tha
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from onward.core.check import expect_program
-from onward.core.errors import GraphError, UnknownNameError, UnreachedWarning
+from onward.core.errors import GraphError, UnknownNameError
 from onward.core.marks import ACCUMULATE, UNSTACK
 from onward.core.names import Names
 from onward.core.program import Applied, Phase, Program, Variable
@@ -178,23 +177,21 @@ def _again(program: Program, keep: tuple[Where, ...], accepts: Accepts) -> Progr
     """The Program derived again, with the forward pass rolled."""
     recipe = recipe_of(program, "with its layers rolled", "Write the loop yourself, with jax.lax.scan")
     wanted = select(tuple(program.variables.values()), keep, "roll, keep") if keep else ()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UnreachedWarning)  # minimize has told it
-        forward = forward_of(program, recipe)
-        later = recipe.steps[len(recipe.until(Phase.ROLL).steps) :]
-        read, changed = _named_later(forward, later)
-        names = tuple(v.name for v in wanted if v.name in forward.variables)
-        step = Applied(rolled, ((*names, *read), changed, accepts), {}, Phase.ROLL)
-        result = step(forward)
-        if not any(isinstance(op.body, Layers) for op in result.ops):
-            line = line_of(forward, returned_by(forward), frozenset())
-            runs = find_runs(line)
-            if runs.runs and recipe.of(keeping):
-                raise GraphError(_RECOMPUTED.format(name=program.name))
-            raise nothing_repeats(program.name, line, runs)
-        folded = _folded(forward, result)
-        grown = recipe.including(step)
-        result = resumed(result, grown, len(grown.until(Phase.BACKWARD).steps), whole_types(program))
+    forward = forward_of(program, recipe)
+    later = recipe.steps[len(recipe.until(Phase.ROLL).steps) :]
+    read, changed = _named_later(forward, later)
+    names = tuple(v.name for v in wanted if v.name in forward.variables)
+    step = Applied(rolled, ((*names, *read), changed, accepts), {}, Phase.ROLL)
+    result = step(forward)
+    if not any(isinstance(op.body, Layers) for op in result.ops):
+        line = line_of(forward, returned_by(forward), frozenset())
+        runs = find_runs(line)
+        if runs.runs and recipe.of(keeping):
+            raise GraphError(_RECOMPUTED.format(name=program.name))
+        raise nothing_repeats(program.name, line, runs)
+    folded = _folded(forward, result)
+    grown = recipe.including(step)
+    result = resumed(result, grown, len(grown.until(Phase.BACKWARD).steps), whole_types(program))
     _expect_kept(program, result, wanted, folded)
     return result
 

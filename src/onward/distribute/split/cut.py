@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
 from typing import Any
 
-from onward.core.errors import UnreachedWarning
 from onward.core.jaxprs.tracing import along
 from onward.core.program import Applied, Phase, Program, Recipe, Variable
 from onward.core.recipe import build, with_steps
@@ -243,17 +241,12 @@ def cut_passes(
     forward = recipe.origin.trace(data)
     tables = tables_in(forward, [forward[name] for name in candidates], always)
     base = by_rows(forward, tables)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UnreachedWarning)  # minimize has told it
-        before = recipe.steps[: place_of_update(recipe)]
-        layouts = [] if devices is None else [devices.step]
-        if how is not None:
-            layouts.append(Applied(accumulated, (how,), {}, Phase.MICRO_BATCHES, lays_out_batch=True))
-        if layouts:
-            base = build(replace(recipe, steps=(*before, *layouts)), data)
-        else:
-            base = with_steps(base, before)
-        base = looking(base) if looks else base
+    before = recipe.steps[: place_of_update(recipe)]
+    layouts = [] if devices is None else [devices.step]
+    if how is not None:
+        layouts.append(Applied(accumulated, (how,), {}, Phase.MICRO_BATCHES, lays_out_batch=True))
+    base = build(replace(recipe, steps=(*before, *layouts)), data) if layouts else with_steps(base, before)
+    base = looking(base) if looks else base
     return forward, base, tuple(replace(t, parameter=source[t.parameter.name]) for t in tables)
 
 
