@@ -303,6 +303,22 @@ def test_lazy_and_dense_differ_where_the_rule_has_slots():
     assert abs(lazy.whole("table") - dense.whole("table")).max() > 1e-3
 
 
+@pytest.mark.parametrize("options", [{"maximize": True}, {"groups": [ow.Group("*", maximize=True)]}])
+def test_a_lazy_update_uphill_is_one_downhill_on_the_negative(options):
+    hands = [
+        ByHand(cut_of(rule, loss=loss, lazy=["table"]), PARAMS)
+        for rule, loss in (
+            (ow.Momentum(0.2, **options), plain),
+            (ow.Momentum(0.2), lambda p, i: -plain(p, i)),
+        )
+    ]
+    for k in range(2):
+        for hand, name in zip(hands, ("ids", "i"), strict=True):
+            hand.step([{name: part} for [part] in parts_of([ids(k)], 2)])
+    for name in PARAMS:
+        np.testing.assert_allclose(hands[0].whole(name), hands[1].whole(name), 1e-5, 1e-6)
+
+
 class Counting(ow.Optimizer):
     """Gradient descent that counts its steps in a slot without rows."""
 

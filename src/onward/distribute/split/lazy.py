@@ -5,7 +5,7 @@ An optimizer with momentum would move the other rows too, at a cost in proportio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,13 +34,15 @@ def with_lazy(
     touched = Variable(f"touched({table.name})", (count,), np.dtype(np.int32))
     few = Variable(f"rows_of_grad({table.name})", (count, *table.shape[1:]), table.dtype, Kind.GRADIENT)
     merge = _rows_merged(sent, shares, (touched, few), table.shape[0])
+    *turning, rule = _ops_for_rows(table, few, optimizer)
+    read = turning[-1].outputs[0] if turning else few
     ops: list[Op] = []
     for op in program.ops:
         if dense in op.outputs:
-            ops += [_without(op, dense), merge]
-        elif dense in op.inputs:
-            ops.append(_row_update(op, program, table, dense, (touched, few), optimizer))
-        else:
+            ops += [_without(op, dense), merge, *turning]
+        elif table in op.inputs and op.update is optimizer.type:
+            ops.append(_row_update(op, program, table, (touched, read), rule))
+        elif dense not in op.inputs:
             ops.append(op)
     gradients = tuple((p, g) for p, g in program.gradients if p is not table)
     return replace(program, ops=tuple(ops), gradients=gradients)
@@ -67,19 +69,12 @@ def _rows_merged(
     return op_of("merge_rows", inputs, made, merge, Pass.COLLECTIVE)
 
 
-def _row_update(
-    op: Op,
-    program: Program,
-    table: Variable,
-    dense: Variable,
-    made: tuple[Variable, Variable],
-    optimizer: OptimizerRule,
-) -> Op:
+def _row_update(op: Op, program: Program, table: Variable, made: tuple[Variable, Variable], rule: Op) -> Op:
     """The optimizer's rule on the touched rows of a table and of its slots."""
     touched, few = made
     old_of = {new: old for old, new in program.next_state.items()}
     olds = [old_of[v] for v in op.outputs]
-    rule = _rule_for_rows(table, few, optimizer)
+    dense = op.inputs[rule.inputs.index(few)]
     inputs = (*(v for v in op.inputs if v is not dense), touched, few)
     by_row = {v for v in olds if v.shape[:1] == table.shape[:1]}
 
@@ -89,7 +84,7 @@ def _row_update(
         taken = {v: env[v].at[at].get(mode="clip") if v in by_row else env[v] for v in inputs} | {
             dense: env[few]
         }
-        new = rule(*(taken[v] for v in op.inputs))
+        new = rule.body(*(taken[v] for v in op.inputs))
         return [
             env[old].at[at].set(value, mode="drop") if old in by_row else value
             for old, value in zip(olds, new, strict=True)
@@ -98,12 +93,14 @@ def _row_update(
     return replace(op, inputs=inputs, body=body_of(update, *(v.aval for v in inputs)))
 
 
-def _rule_for_rows(table: Variable, few: Variable, optimizer: OptimizerRule) -> Callable[..., list[Any]]:
-    """The body of an update op whose parameter is as long as the rows are many."""
+def _ops_for_rows(table: Variable, few: Variable, optimizer: OptimizerRule) -> list[Op]:
+    """The update op of a parameter that is as long as the rows are many, behind what turns their gradient."""
     part = replace(table, shape=few.shape)
     alone = replace(optimizer, rules=(), groups=())
     draft = with_update(Program("rows", (few,), (part,), gradients=((part, few),)), alone)
-    return next(op.body for op in draft.ops if part in op.inputs and op.update is optimizer.type)
+    turning = [op for op in draft.ops if few in op.inputs and part not in op.inputs]
+    update = next(op for op in draft.ops if part in op.inputs and op.update is optimizer.type)
+    return [*turning, update]
 
 
 def _without(op: Op, output: Variable) -> Op:
