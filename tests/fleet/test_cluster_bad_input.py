@@ -158,7 +158,7 @@ AT_ONCE = {
         ow.GraphError,
         "7 parameters and parts of such are too few for 9 servers. Take 7.",
     ),
-    "no table": ({"lazy": ["w"]}, ow.UnknownNameError, "lazy: w: no parameter of this Program"),
+    "no table": ({"lazy": ["w"]}, ow.UnknownNameError, "lazy: 'w' travels whole: dot_general at "),
 }
 
 

@@ -305,13 +305,8 @@ def test_lazy_and_dense_differ_where_the_rule_has_slots():
 
 @pytest.mark.parametrize("options", [{"maximize": True}, {"groups": [ow.Group("*", maximize=True)]}])
 def test_a_lazy_update_uphill_is_one_downhill_on_the_negative(options):
-    hands = [
-        ByHand(cut_of(rule, loss=loss, lazy=["table"]), PARAMS)
-        for rule, loss in (
-            (ow.Momentum(0.2, **options), plain),
-            (ow.Momentum(0.2), lambda p, i: -plain(p, i)),
-        )
-    ]
+    ways = (ow.Momentum(0.2, **options), plain), (ow.Momentum(0.2), lambda p, i: -plain(p, i))
+    hands = [ByHand(cut_of(rule, loss=loss, lazy=["table"]), PARAMS) for rule, loss in ways]
     for k in range(2):
         for hand, name in zip(hands, ("ids", "i"), strict=True):
             hand.step([{name: part} for [part] in parts_of([ids(k)], 2)])

@@ -490,9 +490,13 @@ def by_hand():
     return replace(program, ops=(*program.ops,))
 
 
-def embedding(optimizer):
+def embedding(optimizer, read=lambda t, i: t[i], rows=4, returned=None, **options):
+    def loss(p, i):
+        found = jnp.mean(read(p["table"], i) @ p["w"])
+        return (found, p[returned]) if returned else found
+
     params = {"table": random(50, 3), "w": random(3, 2)}
-    return optimizer.minimize(lambda p, i: jnp.mean(p["table"][i] @ p["w"]), params, np.zeros(4, "int32"))
+    return optimizer.minimize(loss, params, np.zeros(rows, "int32"), has_aux=bool(returned), **options)
 
 
 SMALL = ow.SGD(0.1).minimize(lambda w, x: jnp.mean(x @ w), np.ones(2, "float32"), np.ones((4, 2), "float32"))
@@ -551,14 +555,39 @@ REFUSED = {
         "The nearest names are 'table'",
     ),
     "lazy whole": (
-        lambda: ow.split(embedding(ow.Adam(0.1)), 2, lazy=["w"]),
+        lambda: ow.split(embedding(ow.Adam(0.1)), 2, lazy=["table", "w"]),
         ow.UnknownNameError,
-        "split, lazy",
+        "'w' travels whole: dot_general at test_split.py",
     ),
     "lazy without rows": (
         lambda: ow.split(embedding(ow.Adam(0.1)), 2, lazy=["table"], rows=False),
         ow.UnknownNameError,
-        "split, lazy",
+        "split, lazy: 'table' travels whole: rows=False. An update is lazy where rows alone are sent.",
+    ),
+    "lazy in micro-batches": (
+        lambda: ow.split(ow.accumulate(embedding(ow.Adam(0.1)), 2), 2, lazy=["table"]),
+        ow.UnknownNameError,
+        "'table' travels whole: accumulate adds up the gradients of micro-batches, which read different rows",
+    ),
+    "lazy and frozen": (
+        lambda: ow.split(embedding(ow.Adam(0.1), parameter_list=["w"]), 2, lazy=["table"]),
+        ow.UnknownNameError,
+        "'table' travels whole: it is not trained",
+    ),
+    "lazy in a checkpoint": (
+        lambda: ow.split(embedding(ow.Adam(0.1), read=jax.checkpoint(lambda t, i: t[i])), 2, lazy="table"),
+        ow.UnknownNameError,
+        "reads it, and by rows goes what is read by lookups of whole rows alone (table[ids])",
+    ),
+    "lazy and returned": (
+        lambda: ow.split(embedding(ow.Adam(0.1), returned="table"), 2, lazy="t*"),
+        ow.UnknownNameError,
+        "'table' travels whole: the function returns it",
+    ),
+    "lazy and long": (
+        lambda: ow.split(embedding(ow.Adam(0.1), rows=50), 2, lazy="table"),
+        ow.UnknownNameError,
+        "'table' travels whole: a batch looks up 50 rows, and it has 50",
     ),
     "lazy and guarded": (
         lambda: ow.split(ow.guard(embedding(ow.Adagrad(0.1))), 2, lazy=["table"]),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from onward.core.errors import GraphError, UnknownNameError
 from onward.core.marks import Mark
 from onward.core.program import Op, Program, Recipe, Variable
-from onward.core.walk import Where, ancestors, listed, name_of, select
+from onward.core.walk import Where, ancestors, listed, select
 from onward.core.words import UpdateType
 from onward.derive.backward import append_backward
 from onward.derive.rule import GradientRule
@@ -22,15 +22,29 @@ from onward.distribute.split.rows import Table
 from onward.distribute.split.shards import Shard, is_by_number, rows_of
 
 
-def tables_named(lazy: Iterable[Where], tables: Sequence[Table]) -> tuple[Variable, ...]:
-    """The tables that should be updated lazily."""
-    wanted = tuple(listed(lazy))
-    if wanted and not tables:
-        raise UnknownNameError(
-            f"split, lazy: {', '.join(str(name_of(w)) for w in wanted)}: no parameter of this Program goes "
-            "by rows. One does whose rows alone are read (table[ids]), fewer in a batch than it has."
-        )
-    return select([t.parameter for t in tables], wanted, "split, lazy") if wanted else ()
+def tables_named(
+    lazy: Iterable[Where], tables: Sequence[Table], program: Program, why: Callable[[Variable], str]
+) -> tuple[Variable, ...]:
+    """The tables that should be updated lazily.
+
+    Args:
+        lazy: which parameters.
+        tables: those that travel by rows.
+        program: the training Program.
+        why: tells of any other parameter why it travels whole.
+
+    Raises:
+        UnknownNameError: one that travels whole.
+    """
+    wanted, by_row = tuple(listed(lazy)), [t.parameter for t in tables]
+    for where in wanted:
+        chosen = select(program.parameters, [where], "split, lazy")
+        if set(by_row).isdisjoint(chosen):
+            raise UnknownNameError(
+                f"split, lazy: {chosen[0].name!r} travels whole: {why(chosen[0])}. An update is lazy "
+                "where rows alone are sent. Leave lazy= out."
+            )
+    return select(by_row, wanted, "split, lazy") if wanted else ()
 
 
 def check_lazy(tables: Sequence[Variable], routing: Routing, guarding: Guarding | None) -> None:

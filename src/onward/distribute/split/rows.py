@@ -100,6 +100,20 @@ def tables_in(forward: Program, parameters: Sequence[Variable], always: bool = F
     return tuple(found)
 
 
+def why_whole(forward: Program, p: Variable) -> str:
+    """Why a parameter travels whole though it is trained, as the end of a sentence about it."""
+    ops = consumers(forward).get(p, ())
+    if p in (*forward.outputs, *forward.next_state.values()):
+        return "the function returns it"
+    if other := next((op for op in ops if not _is_lookup(forward, p, op)), None):
+        return (
+            f"{other.type}{other.at} reads it, and by rows goes what is read by lookups of whole rows alone "
+            "(table[ids]), at places that the data tell"
+        )
+    count = sum(prod(op.inputs[1].shape[:-1]) for op in ops)
+    return f"a batch looks up {count} rows, and it has {p.shape[0]}"
+
+
 def by_rows(forward: Program, tables: Sequence[Table]) -> Program:
     """The forward Program that reads each table's rows of the batch in place of the table."""
     if not tables:

@@ -20,7 +20,7 @@ from collections.abc import Iterable
 
 from onward.core.check import expect_program
 from onward.core.errors import GraphError
-from onward.core.program import Applied, Program
+from onward.core.program import Applied, Program, Variable
 from onward.core.recipe import recipe_of, undone
 from onward.core.structure import expect_count, expect_flag
 from onward.core.walk import Where, listed
@@ -44,7 +44,10 @@ from onward.distribute.split.cut import Split, cut_passes
 from onward.distribute.split.devices import TrainerDevices
 from onward.distribute.split.guarding import Guarding
 from onward.distribute.split.looks import Looks
+from onward.distribute.split.rows import why_whole
 from onward.distribute.split.shards import balanced
+
+_ACCUMULATED = "accumulate adds up the gradients of micro-batches, which read different rows of it"
 
 
 def split(
@@ -115,7 +118,16 @@ def split(
     watches = _watches(whole.steps)
     by_row = frozenset(t.parameter.name for t in tables)
     kept_whole = Looks.of(base, watches, by_row, trainers).kept_whole(program)
-    chosen = tables_named(lazy, tables)
+
+    def why(p: Variable) -> str:
+        """Why a parameter travels whole."""
+        if p not in full:
+            return "it is not trained"
+        if not rows:
+            return "rows=False"
+        return _ACCUMULATED if how is not None else why_whole(forward, forward[p.name])
+
+    chosen = tables_named(lazy, tables, program, why)
     check_lazy(chosen, routing, guarding)
     cut = Split(
         program,
