@@ -209,7 +209,10 @@ def test_a_folder_of_another_graph_is_refused(tmp_path):
     trained(PROGRAM, BATCHES[:2], parameters=FIRST, folder=tmp_path)
     other = ow.SGD(0.1).minimize(loss, FIRST, *BATCHES[0])
     for program, settings in ((other, {}), (PROGRAM, {"servers": 2}), (PROGRAM, {"trainers": 3})):
-        with pytest.raises(ow.ClusterError, match=r"the records of another training: .* and this one has"):
+        told = "".join(f"'{name}': {number}, .*" for name, number in settings.items())
+        with pytest.raises(
+            ow.ClusterError, match=rf"of another training: .* and this one has {{{told}'graph"
+        ):
             trained(program, BATCHES[:2], parameters=FIRST, folder=tmp_path, **settings)
     (tmp_path / "training.json").unlink()
     with pytest.raises(ow.ClusterError, match=r"another graph.*'b/mean'.*or an empty one"):

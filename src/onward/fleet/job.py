@@ -51,7 +51,13 @@ class ClusterJob:
     def told(self) -> dict[str, Any]:
         """The properties that two trainings must share if one is to continue in the folder of the other."""
         s = self.settings
-        return {"graph": self.cut.continued, "trainers": s.trainers, "mode": repr(s.mode), "sums": s.sums}
+        return {
+            "servers": s.servers,
+            "trainers": s.trainers,
+            "mode": repr(s.mode),
+            "sums": s.sums,
+            "graph": self.cut.continued,
+        }
 
     @property
     def hyperparameters(self) -> dict[str, float]:

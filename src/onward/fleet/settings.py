@@ -78,11 +78,12 @@ def check_same_training(
         the hyperparameters of every driver of this folder, this one last.
 
     Raises:
-        ClusterError: a training of another graph, or of trainers that share the batches otherwise.
+        ClusterError: a training of another graph, or of processes that share the work otherwise.
     """
     path = folder / "training.json"
     try:
         found = json.loads(path.read_text()) if path.exists() else told
+        found = {"servers": told.get("servers")} | found  # older folders tell it by their graph alone
         before = found.get("hyperparameters", {})
         if all(found.get(name) == told[name] for name in told):
             by_driver = before | {str(driver): numbers}
