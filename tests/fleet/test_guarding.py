@@ -92,9 +92,17 @@ def test_float16_scales_the_loss_as_one_device_does():
     assert all(np.isfinite(two.model[name]).all() for name in FIRST)
 
 
-def test_data_that_are_not_finite_are_refused_by_trainer_and_batch():
+@pytest.mark.parametrize("mode", ["sync", ow.cluster.Local(1, ow.SGD(1.0))], ids=str)
+def test_data_that_are_not_finite_are_refused_by_trainer_and_batch(mode):
     spoilt = [(x.copy(),) for (x,) in BATCHES[:4]]
     spoilt[3][0][1, 1] = np.inf
-    ended(minimized(4), spoilt, ow.ClusterError, r"Trainer 1, batch 1 .*'x' holds inf at \[1, 1\]")
+    named = r"Trainer 1, batch 1 .*'x' holds inf at \[1, 1\]"
+    run, _ = ended(minimized(4), spoilt, ow.NonFiniteError, named, mode=mode)
+    assert all(np.isfinite(run.model[name]).all() for name in FIRST)
+
+
+def test_data_that_are_not_finite_are_taken_where_nothing_is_checked():
+    spoilt = [(x.copy(),) for (x,) in BATCHES[:4]]
+    spoilt[3][0][1, 1] = np.inf
     run = trained(minimized(4), spoilt, parameters=FIRST, check=False)
     assert not np.isfinite(run.model["w"]).all()

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from onward.core.compiler import compiled_alone
-from onward.core.errors import ClusterError, NonFiniteError, OnwardError
+from onward.core.errors import ArgumentError, ClusterError, NonFiniteError, OnwardError
 from onward.core.lower import lower
 from onward.core.program import Program, Variable
 from onward.core.walk import prune
@@ -130,7 +130,7 @@ class Gradient:
     def _prepared(self, batch: Any, number: int) -> Prepared:
         fed = as_feed(batch, self.names)
         if self.check:
-            check_numbers(fed)
+            _expect_finite(fed)
         values = self.feeds.convert(self.feeds.read(self.feeds.named((), fed)))
         self.feeds.check_bounds(values)
         key = key_of(values)
@@ -246,6 +246,14 @@ def _portioned(program: Program, fed: Mapping[str, Any]) -> list[Any]:
     return portions.filled(values, portions.filling(values))
 
 
+def _expect_finite(fed: Mapping[str, Any]) -> None:
+    """Raise ``NonFiniteError`` for data that is NaN or infinite."""
+    try:
+        check_numbers(fed)
+    except ArgumentError as error:
+        raise NonFiniteError(str(error)) from error
+
+
 @contextmanager
 def _named(trainer: int, number: int) -> Iterator[None]:
     """Raise any error of the block again as one that names the trainer and the batch."""
@@ -328,7 +336,7 @@ class LocalSteps:
             with _named(self.trainer, n):
                 fed.append(as_feed(one, self.names))
                 if self.check:
-                    check_numbers(fed[-1])
+                    _expect_finite(fed[-1])
         return Prepared(self.cut, {"batches": fed}, sum(map(batch_size, fed)), number=number)
 
     def run(self, prepared: Prepared, values: Sequence[Values]) -> BatchResult:
