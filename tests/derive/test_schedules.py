@@ -517,6 +517,13 @@ def test_plateau_of_a_metric_or_a_hyperparameter_that_is_not_there():
         trainer.train(BATCHES, callbacks=[schedule.plateau("tset_loss")])
 
 
+def test_plateau_in_the_place_of_a_schedule():
+    with pytest.raises(
+        ow.ArgumentError, match=r"a callback that hears a metric.*callbacks=\[plateau\('loss', "
+    ):
+        ow.SGD(schedule.plateau("loss")).minimize(lambda w: w**2, jnp.float32(1.0))
+
+
 def test_plateau_is_told_what_is_no_number(step):
     for value in ("low", None, np.ones(3)):
         with pytest.raises(ow.ArgumentError, match="expected one number"):

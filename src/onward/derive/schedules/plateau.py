@@ -21,6 +21,13 @@ from onward.derive.schedules.checks import number, one_of, whole
 
 Holder = TypeVar("Holder")
 
+_NO_SCHEDULE = (
+    "plateau was called with {given}; expected an Event of a Trainer. It is a callback that hears a metric, "
+    "and no schedule, which is a function of the step. Give the optimizer a number, SGD(0.1), and pass this "
+    "to the Trainer: trainer.train(reader, callbacks=[{self}]). In a loop of your own: state = "
+    "plateau.update(state, loss)."
+)
+
 
 @dataclass(frozen=True)
 class PlateauMemory:
@@ -118,9 +125,11 @@ class plateau:
         """Look at an Event of a Trainer.
 
         Raises:
-            ArgumentError: no epoch and no test has such a metric, or it is not one number.
+            ArgumentError: it is no Event; no epoch and no test has such a metric, or it is not one number.
             UnknownNameError: the trainer keeps no such hyperparameter.
         """
+        if not hasattr(event, "kind"):
+            raise ArgumentError(_NO_SCHEDULE.format(given=describe(event), self=self))
         if event.kind == "begin":
             self._lacking = {}
             if event.step == 0:
