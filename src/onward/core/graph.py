@@ -143,6 +143,10 @@ class Origin(Protocol):
         """The data that is declared with a length of its own, not that of the batch."""
 
     @property
+    def free_lengths(self) -> Mapping[str, tuple[int | str, ...]]:
+        """The shapes of Variables by name, with a word for each length that is free; none if nobody said."""
+
+    @property
     def makers(self) -> Mapping[str, Any]:
         """The layer outside of a function that declared a Variable, by the Variable's name."""
 

@@ -156,6 +156,7 @@ class _TracedFunction:
     asks_training: bool = False
     fixed_data: frozenset[str] = frozenset()
     makers: Mapping[str, Any] = field(default_factory=dict)
+    free_lengths: Mapping[str, tuple[int | str, ...]] = field(default_factory=dict)
     axis_name: str | None = None
     traces: Traces = field(default_factory=Traces)
 

@@ -95,15 +95,21 @@ class Feeds:
     def types(self, values: Sequence[Any]) -> tuple[Any, ...]:
         """Every data argument of the traced function by its types, those that are not taken included.
 
-        What is not taken has the length of the batch if it had that length when it was traced.
+        What is not taken has the length of the batch if it had that length when it was traced; where lengths
+        have names, it has those of the data that is taken.
         """
-        inputs = self.program.inputs
-        batch = {v.shape[0]: x.shape[0] for v, x in zip(inputs, values, strict=True) if v.shape and x.shape}
-        given = {v: Type(x.shape, x.dtype) for v, x in zip(inputs, values, strict=True)}
+        pairs = list(zip(self.program.inputs, values, strict=True))
+        batch = {v.shape[0]: x.shape[0] for v, x in pairs if v.shape and x.shape}
+        given = {v: Type(x.shape, x.dtype) for v, x in pairs}
+        free = {} if self.program.recipe is None else self.program.recipe.origin.free_lengths
+        sizes = {n: size for v, x in pairs for n, size in zip(free.get(v.name, ()), x.shape, strict=False)}
 
         def kind(v: Variable) -> Type:
             if v in given:
                 return given[v]
+            if v.name in free:
+                named = zip(free[v.name], v.shape, strict=True)
+                return Type(tuple(sizes.get(n, m) if isinstance(n, str) else m for n, m in named), v.dtype)
             return Type((*(batch.get(n, n) for n in v.shape[:1]), *v.shape[1:]), v.dtype)
 
         return tuple(s.unflatten(map(kind, s.variables)) for s in self.structures)

@@ -43,6 +43,7 @@ class AdoptedStep:
     asks_training: bool = False
     fixed_data: frozenset[str] = frozenset()
     makers: Mapping[str, Any] = field(default_factory=dict)
+    free_lengths: Mapping[str, tuple[int | str, ...]] = field(default_factory=dict)
     assumes_batch: bool = False
     cuts: dict[Any, Cut] = field(default_factory=dict)
 

@@ -48,8 +48,10 @@ class Job:
     arrived: float = field(default_factory=monotonic)
 
     def joins(self, other: Job) -> bool:
-        """Whether it may be computed together with another."""
-        return self.plan is other.plan and not self.joining.alone
+        """Whether it may be computed together with another: examples of a batch are of the same lengths."""
+        if self.plan is not other.plan or self.joining.alone:
+            return False
+        return all(x.shape[1:] == other.feed[name].shape[1:] for name, x in self.feed.items())
 
 
 def choose(waiting: Sequence[Job]) -> list[Job]:

@@ -53,7 +53,7 @@ def rows_of(feed: Arrays, plan: RequestPlan) -> int:
     """How many examples there are.
 
     Raises:
-        Refusal: none, or not as many of each input.
+        Refusal: none, not as many of each input, or another length that is not the same wherever it is.
     """
     counts = {x.name: len(feed[x.name]) for x in plan.inputs if x.batched}
     if len(set(counts.values())) > 1:
@@ -61,8 +61,26 @@ def rows_of(feed: Arrays, plan: RequestPlan) -> int:
         raise Refusal(422, f"There are {found}; expected one number of examples for all of them.")
     rows = next(iter(counts.values()), 1)
     if not rows:
-        raise Refusal(422, f"There is no example. Expected: {plan.expected}, with n of at least 1.")
+        first = next(x.shape[0] for x in plan.inputs if x.batched)
+        raise Refusal(422, f"There is no example. Expected: {plan.expected}, with {first} of at least 1.")
+    _expect_one_length(feed, plan)
     return rows
+
+
+def _expect_one_length(feed: Arrays, plan: RequestPlan) -> None:
+    """Refuse arrays of which one is longer than another along axes that have the same word."""
+    found: dict[str, tuple[int, str]] = {}
+    for x in plan.inputs:
+        for word, size in zip(x.shape, feed[x.name].shape, strict=True):
+            if not isinstance(word, str):
+                continue
+            first, name = found.setdefault(word, (size, x.name))
+            if first != size:
+                raise Refusal(
+                    422,
+                    f"{word} is {first} in {name!r} and {size} in {x.name!r}; expected one length. "
+                    f"Expected: {plan.expected}.",
+                )
 
 
 def _read_json(body: bytes, plan: RequestPlan, most: int) -> Mapping[str, Any]:
@@ -160,10 +178,9 @@ def _array(x: Input, value: Any, plan: RequestPlan) -> np.ndarray:
 
 
 def _expect_shape(x: Input, found: tuple[int, ...], plan: RequestPlan) -> None:
-    expected = x.variable.shape
-    if len(found) == len(expected) and found[x.batched :] == expected[x.batched :]:
+    if x.takes(found):
         return
-    lacks = x.batched and found == expected[1:]
+    lacks = x.batched and x.takes((1, *found))
     advice = " It lacks the axis of the examples: one example is sent as [example]." * lacks
     shown = str(list(found))[:80]
     raise Refusal(422, f"{x.name!r} has the shape {shown}.{advice} Expected: {plan.expected}.")

@@ -51,7 +51,7 @@ def openapi(title: str, plan: RequestPlan, routes: Mapping[str, tuple[str, str]]
 
 def example(plan: RequestPlan) -> dict[str, Any]:
     """One example of every input, all zeros, as JSON would hold it."""
-    return {x.name: _zeros((1, *x.shape[1:]) if x.batched else x.variable.shape) for x in plan.inputs}
+    return {x.name: _zeros(x.example) for x in plan.inputs}
 
 
 def _operation(path: str, about: str, plan: RequestPlan) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def _operation(path: str, about: str, plan: RequestPlan) -> dict[str, Any]:
     if path == "/predict":
         fetch = {"name": "fetch", "in": "query", "schema": {"type": "string"}}
         found["parameters"] = [{**fetch, "description": "Names of Variables, with commas between them."}]
-        found |= _asking(plan, {v.name: _schema(v, True) for v in plan.outputs()})
+        found |= _asking(plan, {v.name: _schema(v, plan.shapes[v.name]) for v in plan.outputs()})
     if path.startswith("/activation"):
         layer = {"name": "layer", "in": "path", "required": True, "schema": {"type": "string"}}
         found["parameters"] = [{**layer, "description": "The name of any Variable; it may hold slashes."}]
@@ -79,14 +79,14 @@ def _asking(plan: RequestPlan, outputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _given(x: Input) -> dict[str, Any]:
-    return _schema(x.variable, x.batched) | {"description": str(x)}
+    return _schema(x.variable, x.shape) | {"description": str(x)}
 
 
-def _schema(v: Variable, batched: bool) -> dict[str, Any]:
-    """An array as nested lists, each as long as its axis; that of the examples may have any length."""
+def _schema(v: Variable, shape: tuple[int | str, ...]) -> dict[str, Any]:
+    """An array as nested lists, each as long as its axis; those that have a word may have any length."""
     schema: dict[str, Any] = {"type": _type(v.dtype)}
-    for axis, length in reversed(list(enumerate(v.shape))):
-        bounds = {"minItems": 1} if batched and not axis else {"minItems": length, "maxItems": length}
+    for length in reversed(shape):
+        bounds = {"minItems": 1} if isinstance(length, str) else {"minItems": length, "maxItems": length}
         schema = {"type": "array", "items": schema, **bounds}
     return schema
 
@@ -101,7 +101,7 @@ def _object(properties: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "object", "required": list(properties), "properties": dict(properties)}
 
 
-def _zeros(shape: tuple[int | None, ...]) -> Any:
+def _zeros(shape: tuple[int, ...]) -> Any:
     if not shape:
         return 0
-    return [_zeros(shape[1:]) for _ in range(shape[0] or 1)]
+    return [_zeros(shape[1:]) for _ in range(shape[0])]

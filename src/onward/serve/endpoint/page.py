@@ -58,7 +58,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], code: Sequence[in
 
 
 def _input(x: Input) -> tuple[str, str, str]:
-    return x.name, str(x.variable.dtype), f"[{', '.join('n' if n is None else str(n) for n in x.shape)}]"
+    return x.name, str(x.variable.dtype), f"[{', '.join(map(str, x.shape))}]"
 
 
 def _commands(plan: RequestPlan, url: str) -> list[tuple[str, str]]:
@@ -81,10 +81,7 @@ def _commands(plan: RequestPlan, url: str) -> list[tuple[str, str]]:
 
 
 def _long(plan: RequestPlan, url: str) -> str:
-    arrays = ", ".join(
-        f"'{x.name}': numpy.zeros({(1, *x.variable.shape[1:]) if x.batched else x.variable.shape}).tolist()"
-        for x in plan.inputs
-    )
+    arrays = ", ".join(f"'{x.name}': numpy.zeros({x.example}).tolist()" for x in plan.inputs)
     made = f'python -c "import json, numpy; print(json.dumps({{{arrays}}}))" > x.json'
     return f"{made}\ncurl -s {url}/predict -H 'content-type: application/json' -d @x.json"
 

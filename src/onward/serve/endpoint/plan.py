@@ -11,8 +11,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import jax
@@ -28,6 +29,8 @@ from onward.fit.model import EvaluationRequest, Model
 from onward.serve.export.variant import Loaded
 
 Arrays = Mapping[str, np.ndarray]
+ROWS = "n"
+_MOST_LENGTHS = 64  # each is compiled for every batch size, which takes memory
 
 
 @dataclass(frozen=True)
@@ -37,10 +40,12 @@ class Input:
     Attributes:
         variable: which the Program reads.
         batched: whether its first axis runs over the examples.
+        shape: its lengths, with a word for each that may be any: ``n`` for the number of examples.
     """
 
     variable: Variable
     batched: bool
+    shape: tuple[int | str, ...]
 
     @property
     def name(self) -> str:
@@ -48,13 +53,18 @@ class Input:
         return self.variable.name
 
     @property
-    def shape(self) -> tuple[int | None, ...]:
-        """Its shape; None stands for the number of examples."""
-        return (None, *self.variable.shape[1:]) if self.batched else self.variable.shape
+    def example(self) -> tuple[int, ...]:
+        """The shape of one example, as it was traced."""
+        return (1, *self.variable.shape[1:]) if self.batched else self.variable.shape
+
+    def takes(self, shape: tuple[int, ...]) -> bool:
+        """Whether an array of this shape may be given for it; no length that is free is 0, but for rows."""
+        lengths = list(zip(self.shape, shape, strict=False))[self.batched :]
+        fits = all(found > 0 if isinstance(n, str) else found == n for n, found in lengths)
+        return len(shape) == len(self.shape) and fits
 
     def __str__(self) -> str:
-        lengths = ",".join("n" if n is None else str(n) for n in self.shape)
-        return f"{self.name} {self.variable.dtype}[{lengths}]"
+        return f"{self.name} {self.variable.dtype}[{','.join(map(str, self.shape))}]"
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,12 +76,15 @@ class RequestPlan:
         fetch: the names of what comes out, in order.
         inputs: what goes in.
         feeds: what turns a request's values into arrays of the right dtypes, or says what is wrong.
+        shapes: those of all Variables, with a word for each length that may be any.
     """
 
     model: Model
     fetch: tuple[str, ...]
     inputs: tuple[Input, ...]
     feeds: Feeds
+    shapes: Mapping[str, tuple[int | str, ...]]
+    _owned: dict[Any, Model] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, model: Model, fetch: Iterable[str]) -> RequestPlan:
@@ -87,8 +100,9 @@ class RequestPlan:
         program = EvaluationRequest(names, only=True).program(whole)
         for v in (*program.inputs, *(program[name] for name in names)):
             _expect_numbers(v)
-        inputs = tuple(Input(v, v.name in split) for v in program.inputs)
-        return cls(model, names, inputs, Feeds(program))
+        shapes = _shapes(whole, split)
+        inputs = tuple(Input(v, v.name in split, shapes[v.name]) for v in program.inputs)
+        return cls(model, names, inputs, Feeds(program), shapes)
 
     @cached_property
     def by_name(self) -> Mapping[str, Input]:
@@ -117,13 +131,21 @@ class RequestPlan:
 
     def run(self, feed: Arrays) -> list[np.ndarray]:
         """Compute on arrays of the right names, shapes and dtypes, with an Evaluator made for the purpose."""
-        self._own.publish(self.model.together)
-        out = Evaluator(self._own, self.fetch).forward(**self._arguments(feed))
+        own = self._own(feed)
+        own.publish(self.model.together)
+        out = Evaluator(own, self.fetch).forward(**self._arguments(feed))
         return [np.asarray(out[name]) for name in self.fetch]
 
-    @cached_property
-    def _own(self) -> Model:
-        """The model with a memory of its own: what is compiled for this plan is freed with it."""
+    def _own(self, feed: Arrays) -> Model:
+        """The model with a memory of its own for these lengths: what is compiled is freed with it."""
+        lengths = tuple(feed[x.name].shape[x.batched :] for x in self.inputs)
+        own = self._owned.pop(lengths, None) or self._copied()
+        self._owned[lengths] = own  # what was asked last stands last
+        if len(self._owned) > _MOST_LENGTHS:
+            del self._owned[next(iter(self._owned))]
+        return own
+
+    def _copied(self) -> Model:
         state = self.model.state
         values = dict(zip(state.layout.variables, state.values, strict=True))
         own = Model.of(self.model.topology, values, self.model.about)
@@ -149,7 +171,29 @@ def _value(feed: Arrays, v: Variable) -> Any:
 def _batched(program: Program) -> tuple[str, ...]:
     """The names of the data that has a row for each example."""
     fixed = program.recipe.origin.fixed_data if program.recipe is not None else frozenset()
-    return batch_names(program, (), WEIGHT, fixed)
+    names, free = batch_names(program, (), WEIGHT, fixed), _free(program)
+    return tuple(n for n in names if not free or free[n][0] == free[names[0]][0])
+
+
+def _shapes(program: Program, split: tuple[str, ...]) -> Mapping[str, tuple[int | str, ...]]:
+    """The shape of every Variable, with a word for each length that may be any."""
+    free = _free(program)
+    shapes: dict[str, tuple[int | str, ...]] = {n: free.get(n, v.shape) for n, v in program.variables.items()}
+    whole = {v.name for v in program.inputs}.difference(split)
+    rows = {shapes[name][0] for name in split if ROWS not in chain(*free.values())}
+
+    def is_rows(axis: int, length: int | str) -> bool:
+        return length in rows and (isinstance(length, str) or not axis)
+
+    return {
+        name: shape if name in whole else tuple(ROWS if is_rows(i, n) else n for i, n in enumerate(shape))
+        for name, shape in shapes.items()
+    }
+
+
+def _free(program: Program) -> Mapping[str, tuple[int | str, ...]]:
+    """The shapes of the Variables of a file with free lengths, each of which has a word there."""
+    return program.recipe.origin.free_lengths if program.recipe is not None else {}
 
 
 def _per_example(program: Program, split: tuple[str, ...]) -> set[Variable]:

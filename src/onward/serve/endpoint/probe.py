@@ -98,6 +98,8 @@ def _why_alone(
 ) -> str:
     if fixed := [x.name for x in plan.inputs if not x.batched]:
         return f"{fixed[0]} has no row for each example"
+    if square := [x.name for x in plan.inputs if x.shape[0] in x.shape[1:]]:
+        return f"{square[0]} has the number of examples as another length, too"
     if not plan.inputs:
         return "it reads no data"
     for name, *arrays in zip(plan.fetch, *found.values(), strict=True):

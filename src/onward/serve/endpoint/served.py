@@ -95,13 +95,9 @@ class Served:
 
 
 def _types(plan: RequestPlan) -> str:
-    """The outputs, in words; the length of the batch that was traced is left out."""
-    rows = {x.variable.shape[0] for x in plan.inputs if x.batched}
-
-    def lengths(shape: tuple[int, ...]) -> str:
-        return ",".join("n" if not i and n in rows else str(n) for i, n in enumerate(shape))
-
-    return ", ".join(f"{v.name} {v.dtype}[{lengths(v.shape)}]" for v in plan.outputs())
+    """The outputs, in words; the lengths that were traced and may be others are left out."""
+    shown = ((v, ",".join(map(str, plan.shapes[v.name]))) for v in plan.outputs())
+    return ", ".join(f"{v.name} {v.dtype}[{shape}]" for v, shape in shown)
 
 
 def _failed(known: Future[Ready]) -> bool:

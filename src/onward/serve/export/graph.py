@@ -153,6 +153,11 @@ class Template:
         _, dtype, shape, _ = self.record["variables"][number]
         return type_text(dtype, shape)
 
+    @property
+    def shapes(self) -> dict[str, tuple[int | str, ...]]:
+        """The shape of every Variable by its name, free lengths as text."""
+        return {name: tuple(shape) for name, _, shape, _ in self.record["variables"]}
+
     def lengths(self, field: str) -> list[tuple[str, list[int | str]]]:
         """Name and shape of the Variables in a field such as ``"inputs"``, free lengths as text."""
         listed = (self.record["variables"][i] for i in self.record[field])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from onward.core.check import check
@@ -91,6 +92,12 @@ class Loaded:
     assumes_batch: bool = False
     asks_training: bool = True
     makers: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def free_lengths(self) -> Mapping[str, tuple[int | str, ...]]:
+        """The shape of every Variable, a word for each length that is free; none where lengths are fixed."""
+        first = self.variants[0]
+        return first.template.shapes if first.sizes else {}
 
     def program(self) -> Program:
         """The Program as it was when it was saved."""
