@@ -207,7 +207,12 @@ def _flat(x: Input, value: Any, plan: RequestPlan) -> tuple[tuple[int, ...], lis
 
 
 def _listed(x: Input, leaves: list[Any], plan: RequestPlan) -> np.ndarray:
-    """The array of some numbers; whole ones are taken for every dtype that can hold them."""
+    """The array of some numbers; whole ones are taken for every dtype that can hold them, true for none."""
+    if bool in set(map(type, leaves)) and jax.numpy.issubdtype(x.variable.dtype, np.number):
+        sentence = (
+            f"{x.name!r} holds true or false where numbers are expected: {plan.expected}. Write 1 or 0."
+        )
+        raise Refusal(422, sentence)
     try:
         array = np.asarray(leaves)
     except OverflowError:
