@@ -70,6 +70,12 @@ def test_the_version_is_told_where_no_device_can_be_used(ended, monkeypatch):
         (["demo", "--epochs", "0"], "0 is not a number of at least 1"),
         (["demo", "--epochs", "many"], "many is not a number of at least 1"),
         (["dmo"], "there is no command 'dmo'. The nearest names are 'demo'."),
+        (["doctor", "3"], "onward doctor: error: '3' is an argument too many"),
+        (["show", "a.py", "--sumary"], "there is no option '--sumary'. The nearest names are '--"),
+        (
+            ["demo", "--epoch=3"],
+            "usage: onward demo [-h] [--epochs N] [--out FILE]\nonward demo: error:",
+        ),
         (["--verbose"], "the following arguments are required: COMMAND"),
         (["show"], "the following arguments are required: TARGET"),
         (["show", "train.py:loss", "--batch", "-1"], "-1 is not a number of at least 1"),

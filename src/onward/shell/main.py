@@ -7,7 +7,7 @@ import os
 import platform
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from onward.shell.bench import bench
 from onward.shell.demo import demo
 from onward.shell.doctor import devices_in_words, doctor
 from onward.shell.launch.launch import LaunchPlan, launch
-from onward.shell.options import add_command, count, positive, seconds
+from onward.shell.options import add_command, count, positive, refuse_rest, seconds
 from onward.shell.serve_options import add_serve
 from onward.shell.show_options import add_show
 
@@ -44,18 +44,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(given: list[str]) -> int:
-    parser, names = _parser()
+    parser, commands = _parser()
     if given[:1] in ([], ["help"]):
         given = [*given[1:2], "--help"]
-    if not given[0].startswith("-") and given[0] not in names:
-        parser.error(f"there is no command {given[0]!r}. {nearest(given[0], names)}")
-    options = parser.parse_args(given)
+    if not given[0].startswith("-") and given[0] not in commands:
+        parser.error(f"there is no command {given[0]!r}. {nearest(given[0], commands)}")
+    options, rest = parser.parse_known_args(given)
+    if rest:
+        refuse_rest(commands.get(given[0], parser), rest)
     status: int = options.run(options)
     return status
 
 
-def _parser() -> tuple[argparse.ArgumentParser, Sequence[str]]:
-    """The parser, and the names of the commands."""
+def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+    """The parser, and those of the commands by name."""
     parser = argparse.ArgumentParser(
         prog="onward",
         description="You write the forward pass. Onward derives the rest.",
@@ -70,7 +72,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Sequence[str]]:
     add_serve(commands)
     _add_launch(commands)
     _add_doctor(commands)
-    return parser, list(commands.choices)
+    return parser, commands.choices
 
 
 class Versions(argparse.Action):

@@ -6,7 +6,9 @@ import argparse
 import math
 from collections.abc import Sequence
 from textwrap import fill
-from typing import Any
+from typing import Any, NoReturn
+
+from onward.core.errors import nearest
 
 _WIDTH = 78
 
@@ -25,6 +27,15 @@ def add_command(
         allow_abbrev=False,
     )
     return command
+
+
+def refuse_rest(command: argparse.ArgumentParser, rest: Sequence[str]) -> NoReturn:
+    """End with a sentence about arguments that a command does not take, and its usage."""
+    option = next((text.partition("=")[0] for text in rest if text.startswith("-")), None)
+    if option is None:
+        command.error(f"{rest[0]!r} is an argument too many")
+    options = [name for action in command._actions for name in action.option_strings]
+    command.error(f"there is no option {option!r}. {nearest(option, options)}")
 
 
 def positive(text: str) -> int:
