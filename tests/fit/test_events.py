@@ -147,3 +147,12 @@ def test_one_callback_needs_no_list():
     assert kinds == ["begin", "step", "epoch", "end"]
     ow.Trainer(model, ow.SGD(0.1)).train([x], callbacks=(kinds.append for _ in range(2)))
     assert len(kinds) == 4 + 2 * 4
+
+
+@pytest.mark.parametrize("callbacks", [[3], "x", 3, None, ow.EarlyStop, [ow.EarlyStop], {"a": print}])
+def test_what_is_no_callback_is_refused_before_anything_is_trained(callbacks):
+    w, x = jnp.zeros(2), np.ones((4, 2), "float32")
+    trainer = ow.Trainer(ow.Model(ow.trace(lambda w, x: jnp.mean(x @ w), w, x), w), ow.SGD(0.1))
+    with pytest.raises(ow.ArgumentError, match=r"callbacks holds .*; expected functions of an Event"):
+        trainer.train([(x,)], callbacks=callbacks, progress=False)
+    assert trainer.step == 0

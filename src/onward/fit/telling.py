@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from onward.core.errors import ArgumentError
 from onward.core.source import user_level
+from onward.core.structure import describe
 from onward.execute.loop.events import Event, EventKind
 from onward.execute.loop.plain import plain, restored
 from onward.execute.restore import say
@@ -32,14 +33,16 @@ class Telling:
         before: that of the training which this one goes on with; what it owes to the same callbacks is owed.
 
     Raises:
-        ArgumentError: a callback has only one of ``state_dict`` and ``load_state_dict``.
+        ArgumentError: one that is not a function of an Event, or has only one of ``state_dict`` and
+            ``load_state_dict``.
     """
 
     def __init__(
         self, callbacks: Callbacks | Callable[[Event], Any] = (), before: Telling | None = None
     ) -> None:
-        callbacks = [callbacks] if callable(callbacks) else [*callbacks]
+        callbacks = _listed(callbacks)
         for callback in callbacks:
+            _expect_callback(callback)
             _expect_both(callback)
         self.callbacks = tuple(callbacks)
         self._waiting: Sequence[Mapping[str, Any]] | None = None
@@ -96,6 +99,21 @@ class Telling:
 
 def _has_state(callback: Any) -> bool:
     return callable(getattr(callback, "state_dict", None))
+
+
+def _listed(callbacks: Any) -> Callbacks:
+    """The callbacks in a list, in which one stands alone; what is none is refused later."""
+    several = isinstance(callbacks, Iterable) and not isinstance(callbacks, str | Mapping)
+    return [*callbacks] if several and not callable(callbacks) else [callbacks]
+
+
+def _expect_callback(callback: Any) -> None:
+    if not callable(callback) or isinstance(callback, type):
+        raise ArgumentError(
+            f"callbacks holds {describe(callback)}; expected functions of an Event: def tell(event): "
+            "print(event.kind, event.step), and then callbacks=[tell]; or what can be called so, as "
+            "EarlyStop(patience=3) can."
+        )
 
 
 def _expect_both(callback: Any) -> None:
