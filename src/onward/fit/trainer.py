@@ -63,8 +63,10 @@ class Trainer(TrainerParts):
         """Train on one batch; ``out.loss`` is the loss before the update.
 
         Raises:
-            ArgumentError: data of the wrong name, number, shape or dtype. Nothing is changed then.
+            ArgumentError: data of the wrong name, number, shape or dtype, or without an example. Nothing is
+                changed then.
         """
+        self.examples.expect_some({**dict(zip(self.names, data, strict=False)), **feed})
         with self.model.lock, Interruptible() as interrupts, interrupts.uninterrupted:
             return self.advance(data, feed)
 
@@ -142,15 +144,15 @@ class Trainer(TrainerParts):
             threads: how many threads train at once, each on batches of its own, with the gradients of the
                 parameters as it finds them. These are a few steps old, which momentum amplifies: take a
                 smaller learning rate.
-            check: refuse data that is NaN or infinite, naming the batch; arrays on an accelerator are not
-                looked at.
+            check: refuse data that is NaN or infinite, and batches without an example, naming the batch;
+                arrays on an accelerator are not looked at for NaN. In a test it is a warning.
 
         Returns:
             ``trainer.history``.
 
         Raises:
-            ArgumentError: an empty reader, a batch of the wrong structure, shape or dtype, or bad numbers in
-                it. The state before that batch is kept.
+            ArgumentError: an empty reader, an empty batch, one of the wrong structure, shape or dtype, or bad
+                numbers in it. The state before that batch is kept.
             NonFiniteError: the loss was not a finite number; the message names the batch.
             CheckpointError: the folder holds another run, or another process writes to it: ``Checkpoints``.
         """

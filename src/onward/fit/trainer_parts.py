@@ -39,6 +39,7 @@ from onward.execute.state import State
 from onward.execute.step import Step
 from onward.execute.tuning import StepPlan, Tuning
 from onward.fit.evaluator import Evaluator
+from onward.fit.examples import Examples
 from onward.fit.model import Model, expect_model
 from onward.fit.standing import Standing
 from onward.fit.telling import CALLBACKS, Telling
@@ -89,6 +90,11 @@ class TrainerParts(ByName, NotPickled, Pointing):
             self._step = Step(self.program, (), donate=donated, ahead=False, tuning=Tuning(), apart=mine)
         self._state = State(self._step.layout, [values[v] for v in self._step.layout.variables])
         self._taken: State | None = model.state
+
+    @cached_property
+    def examples(self) -> Examples:
+        """The data that has a row for each example."""
+        return Examples(self.program)
 
     def advance(self, data: tuple[Any, ...], feed: Mapping[str, Any]) -> Out:
         """One step, to be called where nothing interrupts it, by one thread."""

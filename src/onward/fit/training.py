@@ -18,7 +18,7 @@ from onward.core.errors import ArgumentError, NonFiniteError, OnwardError
 from onward.core.source import user_level
 from onward.core.structure import describe
 from onward.develop.guard import is_guarded
-from onward.execute.feeds import unshared
+from onward.execute.feeds import data_names, unshared
 from onward.execute.fingerprints import differences, of_reader
 from onward.execute.loop.events import Event, EventKind, StopTraining
 from onward.execute.loop.interrupt import Interruptible, Terminated
@@ -29,7 +29,7 @@ from onward.execute.peers.deadline import deadline_of
 from onward.execute.processes import place_among_processes
 from onward.execute.restore import say
 from onward.fit.evaluator import as_feed, batch_size, expect_names, metrics_of
-from onward.fit.finite import check_numbers
+from onward.fit.finite import check_numbers, not_finite
 from onward.fit.progress import Progress
 from onward.fit.telling import Telling
 from onward.fit.trainer_parts import TrainerParts
@@ -64,7 +64,9 @@ class Training:
     ) -> None:
         self.trainer, self.reading, self.test = trainer, LoopReader(reader), test
         self.telling, self.prefetch, self.check = Telling(callbacks, trainer.telling), prefetch, check
-        self.guarded = is_guarded(trainer.program)
+        self.guarded, self.check_tests = is_guarded(trainer.program), check
+        if test is not None and LoopReader(test, test=True).length == 0:
+            raise ArgumentError("The test reader has no batch. Leave test= out, or give one that has some.")
         expect_names(trainer.program, test is not None)
         if not isinstance(epochs, int) or isinstance(epochs, bool) or epochs < 0:
             raise ArgumentError(f"epochs is {describe(epochs)}; expected a whole number, at least 0.")
@@ -128,8 +130,13 @@ class Training:
 
     def tested_batches(self) -> Iterator[Any]:
         """The batches of a test; processes that were asked to end do so between two of them, too."""
-        for batch, _ in LoopReader(self.test).epoch(0):
+        names = data_names(self.trainer.model.test_program)
+        for number, (batch, _) in enumerate(LoopReader(self.test, test=True).epoch(0)):
             self.before()
+            if self.check_tests and (found := not_finite(as_feed(batch, names))):
+                message = f"Batch {number} of the test reader (counted from 0): {found}. {_TESTED}"
+                warnings.warn(message, stacklevel=user_level())
+                self.check_tests = False
             yield batch
 
     def to_the_end(self, loop: Loop) -> None:
@@ -212,6 +219,7 @@ class Training:
             given = as_feed(batch.fed, self.trainer.names)
             fed = {name: unshared(value) for name, value in given.items()}
             if self.check:
+                self.trainer.examples.expect_some(fed)
                 check_numbers(fed)
         except ArgumentError as error:
             raise self.blaming(batch, error) from None
@@ -353,6 +361,10 @@ _FINISHED = (
     "train(epochs={epochs}) after a restore has nothing to do: what was restored has done {done} epochs, and "
     "epochs counts from where that training began. Write epochs={more} for one more; or begin again, without "
     "restore."
+)
+_TESTED = (
+    "What is computed of it is likely NaN in the history, and stops no training. Clean the data, or train "
+    "with check=False if the network expects it."
 )
 _KEPT = (
     "The Trainer stands at step {step}, and is kept: except KeyboardInterrupt as interrupt: trainer = "

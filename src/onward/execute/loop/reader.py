@@ -39,6 +39,7 @@ class LoopReader:
     Args:
         reader: any iterable, or a callable that returns one. A callable with one required argument is given
             the number of the epoch; a reader with ``set_epoch`` is told it.
+        test: whether messages call it the test reader, whose epochs nobody counts.
 
     Attributes:
         length: the number of batches in an epoch, or None when ``len(reader)`` does not say.
@@ -56,10 +57,12 @@ class LoopReader:
         ((array([0]),), {'epoch': 0, 'batch': 1})
     """
 
-    def __init__(self, reader: Any) -> None:
+    def __init__(self, reader: Any, *, test: bool = False) -> None:
+        self._who = "The test reader" if test else "The reader"
+        self._test = test
         if isinstance(reader, Mapping | str | bytes | np.ndarray | jax.Array):
             raise ArgumentError(
-                f"The reader is {describe(reader)}; expected an iterable of batches. For arrays in memory: "
+                f"{self._who} is {describe(reader)}; expected an iterable of batches. For arrays in memory: "
                 "batches(arrays, batch_size=32)."
             )
         self._make = _maker(reader)
@@ -112,9 +115,10 @@ class LoopReader:
                 yield batch, self._position(source)
         self.end = self._position(source) if self._stays and source is not iterator else None
         if not count and target is None:
+            when, name = ("", "test") if self._test else (f" in epoch {number}", "reader")
             raise ArgumentError(
-                f"The reader yielded no batch in epoch {number}. If it can be read only once, pass a "
-                "callable that makes a new one: reader=lambda: read(files)."
+                f"{self._who} yielded no batch{when}. If it can be read only once, pass a callable that "
+                f"makes a new one: {name}=lambda: read(files)."
             )
         if count < skip:
             raise ArgumentError(
