@@ -21,6 +21,7 @@ from onward.develop.guard import is_guarded
 from onward.execute.feeds import data_names, unshared
 from onward.execute.fingerprints import differences, of_reader
 from onward.execute.loop.events import Event, EventKind, StopTraining
+from onward.execute.loop.generators import untold_generator
 from onward.execute.loop.interrupt import Interruptible, Terminated
 from onward.execute.loop.prefetch import prefetched
 from onward.execute.loop.reader import LoopReader
@@ -73,6 +74,10 @@ class Training:
         self.saved = trainer.step if trainer.standing.resumed else -1
         was_resumed = self._again = trainer.standing.resumed
         words = of_reader(reader)
+        is_kept = trainer.checkpoints is not None or was_resumed
+        if is_kept and (name := untold_generator(reader)):
+            message = _UNTOLD.format(reader=describe(reader), name=name)
+            warnings.warn(message, stacklevel=user_level())
         if was_resumed:
             say(differences({"reader": trainer.standing.words}, {"reader": words}), trainer.standing.strict)
             self.telling.restore(trainer.telling, trainer, trainer.standing.strict)
@@ -361,6 +366,12 @@ _FINISHED = (
     "train(epochs={epochs}) after a restore has nothing to do: what was restored has done {done} epochs, and "
     "epochs counts from where that training began. Write epochs={more} for one more; or begin again, without "
     "restore."
+)
+_UNTOLD = (
+    "The reader is {reader}, which draws from a random generator, {name}, and has no state_dict: checkpoints "
+    "do not keep how far that is, so a training that is resumed reads in another order. Give the reader "
+    "state_dict() and load_state_dict(state), or draw from the number of the epoch: def read(epoch): rng = "
+    "np.random.default_rng(epoch)."
 )
 _TESTED = (
     "What is computed of it is likely NaN in the history, and stops no training. Clean the data, or train "

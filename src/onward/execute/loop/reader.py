@@ -237,6 +237,11 @@ def _next(iterator: Iterator[Any], number: int, count: int, restored: bool) -> A
         raise
 
 
+def tells_where_it_stands(reader: Any) -> bool:
+    """Whether a reader offers its position."""
+    return bool(_spelling(reader))
+
+
 def _spelling(reader: Any) -> tuple[str, ...]:
     """The names of the two methods by which a reader offers its position."""
     for pair in SPELLINGS:
