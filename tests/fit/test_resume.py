@@ -1,5 +1,6 @@
 """Resuming: train(2N) is train(N), another process, train(N), bit for bit; or an error, and no change."""
 
+import dataclasses
 import os
 import shutil
 import signal
@@ -17,6 +18,7 @@ from tests.compiled import compiled_once
 from tests.torture import training_interrupts, training_kills
 
 import onward as ow
+from onward.execute.checkpoint.contents import HISTORY
 
 ROOT = Path(__file__).parents[2]
 X = np.random.default_rng(0).normal(size=(24, 4)).astype("float32")
@@ -239,8 +241,37 @@ def test_the_test_after_an_epoch_whose_last_batch_was_saved(tmp_path):
     trainer = fresh(ow.Checkpoints(tmp_path), make=narrow)
     trainer.restore()
     trainer.train(reader(), epochs=1, test=reader())
-    assert trainer.history["step"].tolist() == [3]
-    assert np.isfinite(trainer.history["test_loss"]).all()
+    assert trainer.history["step"].tolist() == [1, 2, 3]
+    assert np.isfinite(trainer.history["test_loss"]).tolist() == [False, False, True]
+
+
+@pytest.mark.parametrize("step", [3, MIDDLE])
+def test_the_history_is_that_of_a_training_which_nothing_interrupted(tmp_path, step):
+    def trained(trainer, *callbacks):
+        trainer.train(reader(), epochs=3, test=[(X, Y)], callbacks=callbacks)
+        return trainer.history
+
+    whole = trained(fresh(make=narrow))
+    part = trained(fresh(ow.Checkpoints(tmp_path), make=narrow), until(step))
+    again = fresh(ow.Checkpoints(tmp_path), seed=2, make=narrow)
+    again.restore()
+    assert again.history == part
+    assert trained(again) == whole
+
+
+def test_what_was_recorded_after_the_checkpoint_is_dropped_and_older_checkpoints_have_nothing(tmp_path):
+    trainer = fresh(make=narrow)
+    trainer.train(reader(), epochs=1)
+    path, before = trainer.checkpoint(tmp_path), trainer.history.as_dict()
+    later = trainer.train(reader(), epochs=1)
+    trainer.restore(path)
+    assert trainer.history.as_dict() == before
+    assert len(later["loss"]) == 6
+    found = ow.Checkpoints(tmp_path).load()
+    extra = {name: x for name, x in found.extra.items() if name != HISTORY}
+    trainer = fresh(make=narrow)
+    trainer.restore(dataclasses.replace(found, extra=extra, beside={}))
+    assert (trainer.step, len(trainer.history)) == (3, 0)
 
 
 def test_a_shorter_reader_is_refused(half_way, tmp_path):
@@ -623,11 +654,11 @@ def run(folder, **options):
 def test_two_lines_resume(tmp_path):
     run(tmp_path, callbacks=[until(MIDDLE)])
     trainer = run(tmp_path)
-    assert trainer.history["step"].tolist() == list(range(MIDDLE + 1, 13))
+    assert trainer.history["step"].tolist() == list(range(1, 13))
     assert bits(trainer) == whole()
     written = [e.path for e in ow.Checkpoints(tmp_path).entries()]
     done = run(tmp_path)
-    assert (done.step, len(done.history)) == (12, 0)
+    assert (done.step, done.history) == (12, trainer.history)
     assert bits(done) == whole()
     assert [e.path for e in ow.Checkpoints(tmp_path).entries()] == written
 

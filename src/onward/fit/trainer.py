@@ -41,8 +41,8 @@ class Trainer(TrainerParts):
             Such a step changes nothing, and the Trainer can go on.
 
     Attributes:
-        history: loss and metrics of every step that this Trainer made, and of every test; those before a
-            ``restore`` are in the history of the Trainer that made them.
+        history: loss and metrics of every step, and of every test. Checkpoints keep it, and ``restore``
+            brings it back, in place of what this Trainer recorded; not what ``watch`` looked at.
         identity: who this training is; what it resumes gives it another.
         standing: where the training stands, beside its State.
         epoch, batch, step: of it: epochs and batches of this epoch done, steps in all.

@@ -26,6 +26,7 @@ from onward.derive.optimizer import Optimizer
 from onward.distribute.merge import Merge
 from onward.distribute.pipeline.cut import Pipeline
 from onward.execute.checkpoint.checkpoints import Checkpoints, store_of
+from onward.execute.checkpoint.contents import HISTORY
 from onward.execute.checkpoint.identity import Identity
 from onward.execute.feeds import data_names
 from onward.execute.fingerprints import FINGERPRINTS, of_program, of_training
@@ -242,7 +243,7 @@ class TrainerParts(ByName, NotPickled, Pointing):
             extra = {**self.standing.record(), CALLBACKS: self.telling.record()}
             words = dict(self.standing.words)
             extra[FINGERPRINTS] = {**self._fingerprints, "reader": words, "given": self._given}
-            return target.save(state, self.step, metrics=metrics or {}, extra=extra)
+            return target.save(state, self.step, metrics=metrics or {}, extra=extra, history=self.history)
 
     def restore(
         self,
@@ -255,7 +256,8 @@ class TrainerParts(ByName, NotPickled, Pointing):
         """Continue from a checkpoint: parameters, slots, hyperparameters, random keys, place in the data.
 
         What the checkpoint lacks, or holds with another shape, keeps the value it has; a parameter must be
-        there. What was kept, what not, is returned, and warned about where the two differ.
+        there. What was kept, what not, is returned, and warned about where the two differ. The history
+        is that of the checkpoint then, in place of what this Trainer recorded.
 
         Args:
             source: the folder of checkpoints, or one of them; the Trainer's own folder unless given.
@@ -283,6 +285,9 @@ class TrainerParts(ByName, NotPickled, Pointing):
             words = found.extra.get(FINGERPRINTS, {}).get("reader", {})
             self.standing = Standing.restored(found.extra, found.step, words, strict)
             self.telling.expect(found.extra.get(CALLBACKS))
+            if HISTORY in found.extra:  # older ones have none
+                watched, self.history = self.history.watched, found.history
+                self.history.watched = watched
         if self.checkpoints is not None and self.checkpoints.is_at(found.path.parent):
             self.checkpoints.follow(found)
             self.identity = found.identity

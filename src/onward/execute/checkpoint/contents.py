@@ -70,9 +70,9 @@ def _key(key: Any) -> Any:
     )
 
 
-def _columns(history: Any) -> dict[str, list[float]]:
+def _columns(history: Any) -> dict[str, np.ndarray]:
     if isinstance(history, History):
-        return history.as_dict()
+        return history.columns()
     raise ArgumentError(
         f"Checkpoints.save: history= is {describe(history)}; expected a History: history = "
         "onward.History(), then history.record(step=1, epoch=0, loss=out.loss). Other data that "

@@ -47,9 +47,7 @@ class Checkpoint:
     def history(self) -> History:
         """The numbers that were saved beside the arrays; empty where none were."""
         columns = self.beside.get(HISTORY, ())
-        return History.from_dict(
-            dict(zip(self.extra.get(HISTORY, ()), map(np.ndarray.tolist, columns), strict=True))
-        )
+        return History.from_dict(dict(zip(self.extra.get(HISTORY, ()), columns, strict=True)))
 
 
 @dataclass(frozen=True)

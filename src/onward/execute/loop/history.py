@@ -162,12 +162,16 @@ class History(Mapping[str, np.ndarray], Pointing):
         >>> History.from_dict(history.as_dict()) == history
         True
         """
+        return {name: column.tolist() for name, column in self.columns().items()}
+
+    def columns(self) -> dict[str, np.ndarray]:
+        """Every metric over all records, of one moment; waits for the device."""
         with self._lock:
             self._fetch(len(self._waiting))
-            return {name: column.tolist() for name, column in self._columns.items()}
+            return {name: np.array(column) for name, column in self._columns.items()}
 
     @classmethod
-    def from_dict(cls, columns: Mapping[str, Sequence[float]]) -> History:
+    def from_dict(cls, columns: Mapping[str, Sequence[float] | np.ndarray]) -> History:
         """The History that ``as_dict`` was asked of; training may go on recording in it.
 
         Raises:
@@ -182,7 +186,10 @@ class History(Mapping[str, np.ndarray], Pointing):
                     f"History.from_dict: {first!r} has {lengths[first]} records and {name!r} has {length}; "
                     "expected one number a record in each. Give NaN where there is none."
                 )
-        history._columns = {name: array("d", column) for name, column in columns.items()}
+        history._columns = {
+            name: array("d", x.astype(float).tobytes() if isinstance(x, np.ndarray) else x)
+            for name, x in columns.items()
+        }
         history._fetched = max(lengths.values(), default=0)
         return history
 
