@@ -80,10 +80,9 @@ def _named_in(holder: Any) -> dict[Any, Any]:
 def _is_of_jax(holder: Any) -> bool:
     """Whether JAX itself keeps the tracer: in an object of its own, or as a jaxpr keeps its constants.
 
-    What a function closes over that JAX has converted lies in a tuple, among what one of its caches holds.
+    The caches of JAX hold what a function that it converted closes over beside that function, in a tuple.
     """
-    keepers = (holder, *gc.get_referrers(holder)) if isinstance(holder, list | dict) else (holder,)
-    tuples = [keeper for keeper in keepers if isinstance(keeper, tuple)]
-    keepers = (*keepers, *(k for kept in tuples for k in gc.get_referrers(kept) if k is not tuples))
+    keepers = [holder, *(gc.get_referrers(holder) if isinstance(holder, list | dict) else [])]
+    keepers += [x for kept in keepers if isinstance(kept, tuple) for x in kept if callable(x)]
     modules = (str(getattr(k if callable(k) else type(k), "__module__", "")) for k in keepers)
     return any(module.partition(".")[0] in ("jax", "jaxlib") for module in modules)
