@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from sklearn.datasets import load_digits
-from tests.fleet.on_threads import alone, arrays, close, equal, together, trained
+from tests.fleet.on_threads import WAIT, alone, arrays, close, equal, running, together, trained
 
 import onward as ow
 
@@ -365,6 +365,38 @@ def test_state_of_the_model_is_the_mean_over_the_trainers(servers):
     assert len(names) == 2
     for name in names:
         np.testing.assert_allclose(run.model[name], expected[name.rpartition("/")[2]], 1e-5, 1e-6)
+
+
+KEEPS = {
+    "ema": ow.SGD(0.1, rules=[ow.EMA(0.9)]),
+    "swa": ow.SGD(0.1, rules=[ow.SWA(1, every=2)]),
+    "schedule free": ow.optimizer.ScheduleFreeSGD(0.1),
+    "nothing": ow.SGD(0.1),
+}
+
+
+@pytest.mark.parametrize("name", KEEPS)
+def test_averages_are_put_together_from_the_servers(name):
+    batches = batches_of(4, 4)
+    program = KEEPS[name].minimize(loss, SINGLE, *batches[0])
+    step = ow.compile(program)
+    state = step.init(SINGLE)
+    for batch in batches:
+        state, _ = step(state, *batch)
+    expected = ow.averaged(program, state)
+    with running(program, batches, parameters=SINGLE, trainers=1, servers=2) as run:
+        assert np.isfinite(run.averaged()["w"]).all()  # while it trains
+        run.wait(WAIT)
+        close(run.averaged(), expected, [*SINGLE], 1e-6, 1e-6)
+    close(run.model, state, [*SINGLE], 1e-6, 1e-6)
+
+
+def test_averages_that_trainers_keep_are_not_on_the_servers():
+    batches = batches_of(4, 4)
+    program = KEEPS["ema"].minimize(loss, SINGLE, *batches[0])
+    run = trained(program, batches, parameters=SINGLE, mode=ow.cluster.Local(2))
+    with pytest.raises(ow.GraphError, match=r"servers have no '\w+/average', .* each trainer keeps its own"):
+        run.averaged()
 
 
 def normalized():

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from onward.core.errors import GraphError
-from onward.core.program import Program
+from onward.core.program import Program, Variable
 from onward.core.words import Kind
+from onward.derive.for_evaluation import evaluated_parameters
 from onward.develop.watch.watch import watching_of
 from onward.distribute.split.cut import Split
 from onward.distribute.split.trainer import plain
@@ -33,6 +35,7 @@ class ClusterJob:
     """
 
     def __init__(self, program: Program, settings: Settings, state: State) -> None:
+        self.program = program
         s = self.settings = settings
         blueprint = Blueprint.of(program, s.servers, s.merged, s.lazy, s.rows, s.outer)
         self.blueprint = blueprint.over(s.devices, s.takes_all)
@@ -46,6 +49,16 @@ class ClusterJob:
         own = [watching.cells for watching, *_ in watching_of(looking)]
         self.watched = [*own, *(joined.cells for joined in self.cut.joined)]
         self.given = {v.name: np.asarray(plain(state[v])) for v in state.layout.variables}
+
+    @cached_property
+    def evaluated(self) -> Program:
+        """The Program from state to the parameters to evaluate."""
+        return evaluated_parameters(self.program)
+
+    @property
+    def averages(self) -> tuple[Variable, ...]:
+        """The state that it reads beside the parameters."""
+        return tuple(v for v in self.evaluated.state if v not in self.evaluated.parameters)
 
     @property
     def told(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import atexit
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from time import monotonic, sleep, time
@@ -14,7 +14,8 @@ from typing import Any, Self
 
 import jax
 
-from onward.core.errors import ClusterError, NonFiniteError
+from onward.core.errors import ClusterError, GraphError, NonFiniteError
+from onward.core.lower import lower
 from onward.core.program import Program
 from onward.develop.watch.reading import Watched
 from onward.execute.loop.history import History
@@ -71,6 +72,7 @@ class Run:
         self._begun = time()
         self._driver = 0
         self._changed: dict[str, Any] = {}
+        self._last: Mapping[str, Any] = {}
         self._stack = ExitStack()
         self._stopping, self._leaving = threading.Event(), False
         self._reading, self._closed = threading.Lock(), False
@@ -138,6 +140,34 @@ class Run:
                 model.replace(self.collector.read())
                 return model
         return self.wait().model
+
+    def averaged(self) -> Model:
+        """A Model with the parameters to evaluate as they are now; see ``Trainer.averaged``.
+
+        They are the averages that ``EMA``, ``SWA``, ``PolyakAverage`` or a schedule-free optimizer keeps on
+        the servers, and the parameters themselves where there are none.
+
+        Raises:
+            ClusterError: no server answers.
+            GraphError: each trainer has its own, as in ``Local``.
+        """
+        with self._reading, jax.enable_x64(self.job.blueprint.x64):
+            if not self._closed:
+                return self._evaluated(self.collector.read(self.job.averages))
+        return self.wait()._evaluated(self._last)
+
+    def _evaluated(self, values: Mapping[str, Any]) -> Model:
+        model, state = self.model.copy(), self.job.evaluated.state
+        if missing := [v.name for v in self.job.averages if v.name not in values]:
+            raise GraphError(
+                f"{self.job.program.name}: the servers have no {missing[0]!r}, for with "
+                f"{self.settings.mode} each trainer keeps its own. Take mode='sync' or 'async'."
+            )
+        found = lower(self.job.evaluated, self.job.evaluated.outputs)(
+            [values[v.name] if v.name in values else model[v.name] for v in state], ()
+        )
+        model.replace({p.name: x for p, x in zip(self.job.program.parameters, found, strict=True)})
+        return model
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -228,7 +258,9 @@ class Run:
             asked.answer = self.collector.call(i, "status")
         self._note_load(always=True)
         with self._reading, jax.enable_x64(self.job.blueprint.x64):
-            self.model.replace(self.collector.read())
+            self._last = self.collector.read(self.job.averages)
+            known = {v.name for v in self.collector.layout.variables}
+            self.model.replace({name: x for name, x in self._last.items() if name in known})
 
     def _say(self, text: str) -> None:
         self.events.append(text)
