@@ -367,6 +367,22 @@ def test_state_of_the_model_is_the_mean_over_the_trainers(servers):
         np.testing.assert_allclose(run.model[name], expected[name.rpartition("/")[2]], 1e-5, 1e-6)
 
 
+@pytest.mark.parametrize("first", ["class weights", "raw key"])
+def test_batches_count_by_their_examples_whatever_comes_first(first):
+    def weighed(params, what, x, y):
+        rates = what if first == "class weights" else jax.random.uniform(what, (2,)) + 0 * what.sum()
+        return jnp.mean(rates * ((x @ params["w"]) @ params["v"] + params["b"] - y) ** 2)
+
+    what = np.array([1, 3], "float32") if first == "class weights" else jax.random.PRNGKey(0)
+    batches = [(what, *batch) for batch in uneven([4, 1])]
+    program = ow.SGD(0.1).minimize(weighed, SINGLE, *batches[0])
+    run = trained(program, batches, parameters=SINGLE)
+    both = what, *(np.concatenate(arrays) for arrays in zip(*uneven([4, 1]), strict=True))
+    gradient = jax.jit(jax.grad(weighed))(SINGLE, *both)
+    close(run.model, {name: SINGLE[name] - 0.1 * gradient[name] for name in SINGLE}, SINGLE, 1e-5, 1e-6)
+    assert sorted(run.history["examples"]) == [1, 4]
+
+
 KEEPS = {
     "ema": ow.SGD(0.1, rules=[ow.EMA(0.9)]),
     "swa": ow.SGD(0.1, rules=[ow.SWA(1, every=2)]),

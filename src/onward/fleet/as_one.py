@@ -8,22 +8,27 @@ from collections.abc import Iterator
 from onward.core.program import Program, Variable
 from onward.core.source import user_level
 from onward.develop.over_batch.known import SAME, Following, Follows, How
-from onward.develop.over_batch.loss import halves, is_sum
+from onward.develop.over_batch.loss import Halves, is_sum
 from onward.develop.over_batch.meeting import meetings
 from onward.fleet.modes import Mode, Sync, in_rounds
 
 _MEANT = "merge=Average(), or Sum() for a sum over examples"
 
 
-def expect_as_one(program: Program, trainers: int, mode: Mode) -> bool:
+def expect_as_one(program: Program, found: Halves | None, trainers: int, mode: Mode) -> bool:
     """Whether the gradients of trainers are to be added up, as those of a loss that is a sum.
+
+    Args:
+        program: what is trained.
+        found: what is known of it.
+        trainers: how many there are.
+        mode: how they work together.
 
     Warns:
         UserWarning: in rounds, examples see each other, so that trainers miss those of others; or state of
             the forward pass is another one than that of one device.
     """
-    parts = halves(program)
-    if parts is None:
+    if found is None or found.following is None:
         if in_rounds(mode) and program.recipe is not None and program.inputs:
             warnings.warn(
                 f"{program.name}: of twice as many examples the function cannot be traced, or builds another "
@@ -33,10 +38,10 @@ def expect_as_one(program: Program, trainers: int, mode: Mode) -> bool:
                 stacklevel=user_level(),
             )
         return False
-    part, following = parts
+    part, following = found.part, found.following
     if isinstance(mode, Sync):
-        for found in meetings(part, following):
-            found.warn(part, f"{trainers} trainers", _MEANT)
+        for met in meetings(part, following):
+            met.warn(part, f"{trainers} trainers", _MEANT)
     for v in list(_left(part, following, isinstance(mode, Sync)))[:1]:
         how = "their mean, or that of one of them" if in_rounds(mode) else "that of the last one to send"
         warnings.warn(

@@ -111,10 +111,18 @@ class Gradient:
         trainer: which trainer this is.
         given: values of state by name; it keeps what the graph reads and nobody replaces.
         check: whether data and losses that are not finite end the training.
+        batch: the data whose length is the number of examples; None: the first.
     """
 
-    def __init__(self, cut: Split, trainer: int, given: Mapping[str, Any], check: bool = True) -> None:
-        self.cut, self.trainer, self.check = cut, trainer, check
+    def __init__(
+        self,
+        cut: Split,
+        trainer: int,
+        given: Mapping[str, Any],
+        check: bool = True,
+        batch: str | None = None,
+    ) -> None:
+        self.cut, self.trainer, self.check, self.batch = cut, trainer, check, batch
         self.feeds = Feeds(cut.forward)
         self.names = data_names(cut.forward)
         self.state = {v.name: as_typed(jax.device_put(given[v.name]), v) for v in cut.trainer.state}
@@ -144,7 +152,9 @@ class Gradient:
         for t in cut.tables:
             positions = rows[t.parameter.name].positions
             by_name |= {v.name: x for v, x in zip(t.positions, positions, strict=True)}
-        return Prepared(cut, by_name, batch_size(fed), rows, number)
+        known = None if self.batch is None else by_name.get(self.batch)
+        count = batch_size(fed) if known is None else known.shape[0]
+        return Prepared(cut, by_name, count, rows, number)
 
     def run(self, prepared: Prepared, values: Sequence[Values]) -> BatchResult:
         """The gradients of a batch."""

@@ -117,6 +117,7 @@ class ClusterJob:
                 given=self.given if isinstance(s.mode, Local) else kept,
                 deadline=s.patience,
                 check=s.check,
+                batch=s.batch,
                 faults=s.faults,
                 driver=driver,
             )

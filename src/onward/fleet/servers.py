@@ -36,6 +36,7 @@ class TrainerSpec:
         given: values of the state that it keeps, by name.
         deadline: seconds after which a server that does not answer is given up.
         check: whether data and losses that are not finite end the training.
+        batch: the data whose length is the number of examples; None: the first.
         faults: what happens at the edges of the protocol.
         driver: the number of its driver.
     """
@@ -51,6 +52,7 @@ class TrainerSpec:
     given: Mapping[str, np.ndarray] = field(default_factory=dict)
     deadline: float = 60.0
     check: bool = True
+    batch: str | None = None
     faults: Faults = field(default_factory=Faults)
     driver: int = 0
 

@@ -20,13 +20,14 @@ from onward.fleet.supervisor import START
 
 @dataclass(frozen=True)
 class Settings:
-    """How a training on a cluster is set up; see ``train``."""
+    """How a training on a cluster is set up; see ``train``. ``batch`` is the data that is as long as it."""
 
     trainers: int
     servers: int
     mode: Mode
     epochs: int = 1
     sums: bool = False
+    batch: str | None = None
     lazy: tuple[str, ...] = ()
     rows: bool = True
     durability: Durability = field(default_factory=Durability)

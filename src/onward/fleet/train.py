@@ -16,6 +16,7 @@ from onward.core.recipe import undone
 from onward.core.structure import describe
 from onward.core.walk import Where, listed, name_of
 from onward.develop.check_finite import check_finite as checked
+from onward.develop.over_batch.loss import Halves, halves
 from onward.develop.seam import forward_pass
 from onward.distribute.merge import Average, Merge, Sum
 from onward.distribute.replicate import replicate, replicated
@@ -147,12 +148,14 @@ def start(
     program = checked(program) if check_finite else program
     program, own = _on_devices(program, devices, merge)
     of_trainers = with_host_devices(trainer_options or {}, 0 if own is None else own.replicas.count)
+    found = halves(program) if trainers > 1 else None
     settings = Settings(
         trainers=trainers,
         servers=servers,
         mode=as_mode(mode),
         epochs=epochs,
-        sums=_sums(program, merge, trainers, as_mode(mode)),
+        sums=_sums(program, found, merge, trainers, as_mode(mode)),
+        batch=None if found is None else found.split[0],
         lazy=tuple(str(name_of(choice)) for choice in listed(lazy)) if lazy else (),
         durability=durability if isinstance(durability, Durability) else Durability(durability),
         folder=None if folder is None else str(folder),
@@ -184,7 +187,7 @@ def _on_devices(
     if program.replicas is None and devices == 1 and devices is not True:
         return program, None
     if program.replicas is None:
-        adds = Sum() if _sums(program, merge, 1, Sync()) else Average()
+        adds = Sum() if _sums(program, None, merge, 1, Sync()) else Average()
         program = replicate(program, 1 if devices is None else devices, adds)
     elif devices != 1:
         raise ArgumentError(
@@ -252,10 +255,10 @@ def _expect_values(program: Program, parameters: Any) -> None:
         )
 
 
-def _sums(program: Program, merge: Merge | None, trainers: int, mode: Mode) -> bool:
+def _sums(program: Program, found: Halves | None, merge: Merge | None, trainers: int, mode: Mode) -> bool:
     """Whether servers add the gradients that they merge, and do not average them."""
     if merge is None:
-        return trainers > 1 and expect_as_one(program, trainers, mode)
+        return trainers > 1 and expect_as_one(program, found, trainers, mode)
     if type(merge) in (Average, Sum):
         return type(merge) is Sum
     raise ArgumentError(f"cluster: merge is {describe(merge)}; servers know Average() and Sum().")

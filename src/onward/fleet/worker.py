@@ -96,7 +96,7 @@ def _computing(spec: TrainerSpec, cut: Split) -> Compute:
     """The computation of a trainer, on the devices of its process."""
     devices = spec.blueprint.own_devices()
     if not isinstance(spec.mode, Local):
-        return Gradient(cut.over(devices), spec.trainer, spec.given, spec.check)
+        return Gradient(cut.over(devices), spec.trainer, spec.given, spec.check, spec.batch)
     program = spec.blueprint.program()
     program = program if devices is None else devices.over(program)
     return LocalSteps(program, cut, spec.trainer, spec.given, spec.check)

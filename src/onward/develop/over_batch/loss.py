@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from typing import NamedTuple
 
 from onward.core.errors import OnwardError
-from onward.core.program import Program
+from onward.core.program import Program, Variable
 from onward.core.recipe import whole_types
 from onward.core.source import user_level
 from onward.core.walk import producers
@@ -46,26 +47,45 @@ def is_sum(part: Program, following: Following, otherwise: str, meant: str = "is
     return is_added
 
 
-def halves(program: Program) -> tuple[Program, Following] | None:
-    """The forward Program for a batch as it is fed, and how it follows that for two; None if it is not told.
+class Halves(NamedTuple):
+    """A function for a batch as it is fed, beside two batches.
+
+    Attributes:
+        part: its forward Program for one of them.
+        following: how that follows the Program for both; None if they are not the same ops.
+        split: the names of the data that holds examples.
+    """
+
+    part: Program
+    following: Following | None
+    split: tuple[str, ...]
+
+
+def halves(program: Program) -> Halves | None:
+    """What is known of a Program that is fed one of several batches; None if it takes no other length.
+
+    The batch is the first array, or else the first that may be longer: class weights are no examples.
 
     >>> import jax.numpy as jnp, onward as ow
-    >>> def loss(w, x):
-    ...     return jnp.sum((x @ w) ** 2)
-    >>> part, following = halves(ow.trace(loss, jnp.ones(3), jnp.ones((4, 3))))
-    >>> is_sum(part, following, "The mean is taken")
-    True
+    >>> def loss(w, rates, x):
+    ...     return jnp.sum(rates * (x @ w) ** 2)
+    >>> found = halves(ow.trace(loss, jnp.ones((2, 3)), jnp.ones(3), jnp.ones((4, 2))))
+    >>> found.split, is_sum(found.part, found.following, "The mean is taken")
+    (('x',), True)
     """
     recipe = program.recipe
     if recipe is None or program.signature is None:
         return None
     try:
         part = recipe.origin.trace(whole_types(program))
-        split = batch_names(part, (), WEIGHT, recipe.origin.fixed_data)
-        if not split:
-            return None
-        whole = recipe.origin.trace(data_types(part, split, 2 * part[split[0]].shape[0]))
-    except OnwardError:  # the function takes this length alone
+    except OnwardError:
         return None
-    following = follow(whole, part, 2, split, lambda *_: False)
-    return None if following is None else (part, following)
+    whole: list[Variable] = []
+    while split := batch_names(part, whole, WEIGHT, recipe.origin.fixed_data):
+        try:
+            both = recipe.origin.trace(data_types(part, split, 2 * part[split[0]].shape[0]))
+        except OnwardError:  # these take this length alone
+            whole += [part[name] for name in split]
+        else:
+            return Halves(part, follow(both, part, 2, split, lambda *_: False), split)
+    return None
