@@ -764,7 +764,7 @@ def test_a_number_that_is_added_to_labels_and_numbers_that_are_nearly_alike_are_
         with pytest.warns(UserWarning, match="neither a mean over examples nor a sum"):
             ow.accumulate(program, 4)
         step = ow.compile(ow.replicate(program, DEVICES))
-        np.testing.assert_allclose(step(step.init(W), X)[1].loss, jax.jit(loss)(W, X), 1e-7)
+        np.testing.assert_allclose(step(step.init(W), X)[1].loss, jax.jit(loss)(W, X), 5e-7)
 
 
 def test_a_number_that_counts_the_batch_otherwise_than_a_mean_does_is_warned_of():
@@ -880,6 +880,51 @@ def test_a_function_that_is_another_one_for_a_part_is_warned_of():
         step = ow.compile(ow.replicate(program, DEVICES))
     _, out = step(step.init(W), X)
     np.testing.assert_allclose(out.loss, np.mean(X @ W), 1e-5)
+
+
+def of_label(w, x, y):
+    """For one example JAX leaves out the axis that it takes a label along."""
+    return -jnp.take_along_axis(jax.nn.log_softmax(x @ w), y[:, None], 1)[:, 0]
+
+
+OF_ONE_EACH = {
+    "mean": lambda e, weight: jnp.mean(e),
+    "sum": lambda e, weight: jnp.sum(e),
+    "sum of products": lambda e, weight: jnp.sum(e * weight),
+    "mean of products": lambda e, weight: jnp.mean(e * weight),
+}
+
+
+@pytest.mark.parametrize("name", OF_ONE_EACH)
+@pytest.mark.parametrize("weight", ["weight", "example_weight"])
+def test_devices_with_one_example_each_are_told_by_two(name, weight):
+    def loss(w, x, y, weight):
+        e = of_label(w, x, y)
+        return OF_ONE_EACH[name](e, weight), {"sum": e.sum(), "largest": e.max(), "each": e}
+
+    def named(w, x, y, example_weight):
+        return loss(w, x, y, example_weight)
+
+    data = X[:DEVICES], Y[:DEVICES], np.arange(1, 1 + DEVICES, dtype="float32")
+    program = ow.SGD(0.1).minimize(named if weight == "example_weight" else loss, W, *data, has_aux=True)
+    step = ow.compile(ow.replicate(program, DEVICES))
+    state, out = step(step.init(W), *data)
+    (value, aux), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(W, *data)
+    np.testing.assert_allclose(out.loss, value, 1e-5)
+    np.testing.assert_allclose(state.parameters, W - 0.1 * gradient, 1e-5, 1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5), out.aux, aux)
+
+
+def test_one_example_each_that_is_filled_up_is_warned_of():
+    def loss(w, x, y, example_weight):
+        return jnp.mean(of_label(w, x, y) * example_weight)
+
+    data = X[:DEVICES], Y[:DEVICES], np.ones(DEVICES, "float32")
+    step = ow.compile(ow.replicate(ow.SGD(0.1).minimize(loss, W, *data), DEVICES))
+    with pytest.warns(
+        UserWarning, match="3 examples are filled up .* the loss is divided by a number of rows"
+    ):
+        step(step.init(W), *(x[:3] for x in data))
 
 
 # ---------------------------------------------------------------- numbers of the whole batch

@@ -43,7 +43,7 @@ from onward.develop.over_batch.known import Following
 from onward.develop.over_batch.own_keys import folded
 from onward.distribute.merge import Average, Devices, Merge, Sum
 from onward.distribute.share import Share, weighed_by
-from onward.distribute.whole_batch import expect_own_gradients, of_whole_batch
+from onward.distribute.whole_batch import OfWholeBatch, expect_own_gradients, of_whole_batch
 
 
 def replicate(
@@ -220,22 +220,23 @@ def _forward(
     local = opened(local)
     placed = {v: replace(v, placement=Placement.SHARDED) for v in local.inputs if v.name in split}
     local = substitute(local, placed)
-    traced, following, drawn = local, None, None
+    traced, found = local, OfWholeBatch(local)
     if rows and devices.size > 1:
 
         def trace(rows: int) -> Program:
             with along(None):
                 return opened(recipe.origin.trace(data_types(program, split, rows)))
 
-        local, following, drawn = of_whole_batch(trace, local, rows, split, replicas, merge.is_sum)
-        if following is not None and replicas.syncs and recipe.of(append_backward):
-            expect_own_gradients(traced, following, devices.size)
-    own = _with_own_keys(local, devices, drawn)
+        found = of_whole_batch(trace, local, rows, split, replicas, merge.is_sum)
+        if found.seen is not None and replicas.syncs and recipe.of(append_backward):
+            expect_own_gradients(*found.seen, devices.size)
+    told = found.told
+    own = _with_own_keys(found.program, devices, None if told is None else told.drawn)
     merged = check(_with_merged_state(own, devices))
     if weight is None:
         return merged, None, ()
-    is_told = following is not None and (traced.loss is None or _is_told(traced, traced.loss, following))
-    misleading = () if following is None else misled(traced, following, weight)
+    is_told = told is not None and (traced.loss is None or _is_told(traced, traced.loss, told))
+    misleading = () if found.seen is None else misled(*found.seen, weight)
     return merged, None if is_told else Share(own, own[weight], devices), misleading
 
 

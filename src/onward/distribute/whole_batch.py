@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -26,6 +26,21 @@ from onward.develop.over_batch.walk import follow, where_parted
 from onward.distribute.merge import Devices
 
 
+class OfWholeBatch(NamedTuple):
+    """What is known of the forward Program of one device.
+
+    Attributes:
+        program: it computes its share of what the whole batch gives.
+        told: how its results follow those of the whole, and what is drawn at random for each example; None
+            where nothing is known.
+        seen: the Program that was looked at for that, and how all of its values follow.
+    """
+
+    program: Program
+    told: Following | None = None
+    seen: tuple[Program, Following] | None = None
+
+
 def of_whole_batch(
     trace: Callable[[int], Program],
     local: Program,
@@ -33,11 +48,8 @@ def of_whole_batch(
     split: Collection[str],
     replicas: Replicas,
     is_sum: bool,
-) -> tuple[Program, Following | None, set[Variable] | None]:
+) -> OfWholeBatch:
     """The forward Program of one device that computes its share of what the whole batch gives.
-
-    With it how its values follow those of the whole, and what is drawn at random for each example; None where
-    nothing is known of that.
 
     Args:
         trace: the function's forward Program for so many examples on one device.
@@ -59,10 +71,12 @@ def of_whole_batch(
     whole = trace(rows * devices.size)
     following = follow(whole, local, devices.size, split, can_have)
     if following is None:
-        drawn = _drawn_by_one(trace, local, split, devices.size) if rows == 1 else None
-        if replicas.syncs and drawn is None:
+        if rows == 1 and (seen := _seen_by_two(trace, local, split, devices.size)) is not None:
+            told = _of_results(local, *seen)
+            return OfWholeBatch(_scaled(local, told, devices, is_sum), told, seen)
+        if replicas.syncs:
             warnings.warn(_other_graph(whole, local), stacklevel=user_level())
-        return local, None, drawn
+        return OfWholeBatch(local)
     told = following.reaching(local, [*local.outputs, *local.next_state.values()])
     if told.mixing and replicas.syncs:
         warnings.warn(_said(local, *told.mixing[0], devices.size), stacklevel=user_level())
@@ -75,7 +89,7 @@ def of_whole_batch(
             stacklevel=user_level(),
         )
     made = _scaled(_with_statistics(local, following, devices), following, devices, is_sum)
-    return made, following, following.drawn
+    return OfWholeBatch(made, following, (local, following))
 
 
 def expect_own_gradients(local: Program, following: Following, devices: int) -> None:
@@ -91,13 +105,13 @@ def _out_of_order(whole: Program, local: Program, following: Following) -> list[
     return [*elsewhere, *following.out_of_order(local.outputs)]
 
 
-def _drawn_by_one(
+def _seen_by_two(
     trace: Callable[[int], Program], local: Program, split: Collection[str], count: int
-) -> set[Variable] | None:
-    """The numbers drawn for the one example of a part where nothing has to be merged before the results.
+) -> tuple[Program, Following] | None:
+    """The Program for two examples, and how it follows, where nothing has to be merged before its results.
 
-    It is told from two examples a part: of one, JAX leaves out axes, so that the function may look another
-    one. None where something has to be merged, or the function does not take two.
+    Of one example JAX leaves out axes, so that the function may look another one. None where something has to
+    be merged, or the function does not take two.
     """
     try:
         part = trace(2)
@@ -106,11 +120,19 @@ def _drawn_by_one(
         return None
     if following is None or following.needs or following.counting(part) or following.mixing:
         return None
-    found = {v: following.found[v] for v in (*part.outputs, *part.next_state.values())}
-    plain = (How.SAME, How.MEAN, How.ROWS)
-    if any(f.kind not in plain or (f.power and v.is_float) for v, f in found.items()):
-        return None
-    return {local[v.name] for v in following.drawn if v.name in local}
+    is_known = all(following.found[v].kind is not How.OWN for v in _results(part))
+    return (part, following) if is_known and len(_results(part)) == len(_results(local)) else None
+
+
+def _results(program: Program) -> list[Variable]:
+    return [*program.outputs, *program.next_state.values()]
+
+
+def _of_results(local: Program, seen: Program, following: Following) -> Following:
+    """How the results of a Program follow, as those of another one for more examples do."""
+    pairs = zip(_results(local), _results(seen), strict=True)
+    drawn = {local[v.name] for v in following.drawn if v.name in local}
+    return Following({mine: following.found[theirs] for mine, theirs in pairs}, drawn=drawn)
 
 
 def _with_statistics(local: Program, following: Following, devices: Devices) -> Program:
