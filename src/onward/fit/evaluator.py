@@ -140,7 +140,7 @@ class Evaluator(NotPickled, Pointing):
             >>> ow.Evaluator(ow.Model(network)).test(ow.batches((x, mask), 3))
             {'loss': 4.0}
         """
-        return self.over(batch for batch, _ in LoopReader(reader).epoch(0))
+        return self.over(batch for batch, _ in LoopReader(reader, test=True).epoch(0))
 
     def over(self, batches: Iterable[Any]) -> dict[str, float]:
         """The numbers of ``test`` of these batches."""

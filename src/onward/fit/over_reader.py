@@ -8,7 +8,6 @@ from typing import Any
 from zlib import crc32
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from onward.core.compiler import compiled_alone
@@ -43,7 +42,7 @@ class OfReader:
         A single one is laid beside itself where JAX leaves out ops for one.
         """
         arrays = self.arrays(fed)
-        lengths = [(name, jnp.shape(x)[0]) for name, x in arrays if jnp.shape(x)]
+        lengths = [(name, np.shape(x)[0]) for name, x in arrays if np.shape(x)]
         held = [rows for name, rows in lengths if name in self.parts.split]
         rows = next(iter(held or (rows for _, rows in lengths)), 1)
         if rows == 1 and not self.is_alike(1):
@@ -91,7 +90,7 @@ class OfReader:
     def _shapes(self, fed: Mapping[str, Any]) -> dict[str, Shape]:
         """The shapes of a batch that has as many examples as was traced."""
         parts = self.parts
-        given = ((name, jnp.shape(x)) for name, x in self.arrays(fed) if name in parts.part.variables)
+        given = ((name, np.shape(x)) for name, x in self.arrays(fed) if name in parts.part.variables)
         return {name: (parts.rows, *s[1:]) if name in parts.split and s else s for name, s in given}
 
     def _structures(self) -> Mapping[str, Any]:
@@ -101,9 +100,11 @@ class OfReader:
 
     def arrays(self, fed: Mapping[str, Any]) -> list[tuple[str, Any]]:
         """The arrays of a batch by the names of their Variables."""
-        known = self._structures()
-        given = [(known[name].variables, jax.tree.leaves(x)) for name, x in fed.items() if name in known]
-        return [(v.name, x) for variables, xs in given for v, x in zip(variables, xs, strict=False)]
+        given = [(s, fed[name]) for name, s in self._structures().items() if name in fed]
+        leaves = [
+            (s, [x] if jax.tree_util.treedef_is_leaf(s.treedef) else jax.tree.leaves(x)) for s, x in given
+        ]
+        return [(v.name, x) for s, xs in leaves for v, x in zip(s.variables, xs, strict=False)]
 
     def _twice(self, fed: Mapping[str, Any]) -> Mapping[str, Any]:
         known = self._structures()
@@ -250,7 +251,7 @@ class ReaderNumbers:
 
     def _over_processes(self, x: Any, follows: Follows, rows: float) -> Any:
         """A value over all examples, for parts as long as the traced one."""
-        each = of_processes(np.ravel(x)).reshape(-1, *jnp.shape(x))
+        each = of_processes(np.ravel(x)).reshape(-1, *np.shape(x))
         return _EXTREMES[follows.kind](each, 0) if follows.kind in _EXTREMES else np.sum(each, 0) / rows
 
     def _warn(self) -> None:
@@ -293,9 +294,9 @@ class _WholeData:
             return
         known, (leader, *_) = parts.part.variables, parts.split
         for name, x in self._reader.arrays(fed):
-            if name in parts.split or name not in known or known[name].may_be_key or not jnp.ndim(x):
+            if name in parts.split or name not in known or known[name].may_be_key or not np.ndim(x):
                 continue
-            if not (name in parts.by_chance or jnp.shape(x)[0] in known[leader].shape[1:]):
+            if not (name in parts.by_chance or np.shape(x)[0] in known[leader].shape[1:]):
                 continue
             first = self._first.setdefault(name, x)
             if first is not x and not np.array_equal(first, x, equal_nan=known[name].is_float):
