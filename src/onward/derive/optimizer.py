@@ -146,6 +146,9 @@ class Optimizer(OptimizerRule):
     ) -> Program:
         """Derive the training Program: forward, backward and update.
 
+        The update of a complex parameter reads the conjugate of what ``jax.grad`` gives, which points uphill;
+        ``grad(w)``, when fetched, is as ``jax.grad`` gives it.
+
         Args:
             loss: a pure function ``loss(parameters, *data)``, or a forward Program; or a Lazy cost that
                 layers returned outside of a trace. Where such a cost leaves shapes open, a ``Deferred``
