@@ -442,6 +442,27 @@ SEES_OTHERS = {
     "reversed": (lambda w, x: (jnp.tanh(x @ w) * (x @ w)[::-1]).mean(), "along the examples"),
     "first": (lambda w, x: jnp.tanh(x @ w).mean() + (x @ w)[0].sum(), "takes some of the examples"),
     "place": (lambda w, x: (x @ w).mean() * (x @ w)[:, 0].argmax(), "takes some of the examples"),
+    "groups that lie over two copies": (
+        lambda w, x: jnp.tile(x @ w, (2, 1)).reshape(-1, 4, 3).max(1).mean(),
+        "moves numbers of one example",
+    ),
+    "groups behind all": (
+        lambda w, x: (
+            jnp.concatenate([x @ w, (x @ w).reshape(-1, 2, 3).max(1)]).reshape(-1, 3, 3).max(1).mean()
+        ),
+        "pairs examples that do not",
+    ),
+    "two orders, by map": (
+        lambda w, x: jax.lax.map(
+            lambda a: a[0] @ a[1], (jnp.concatenate([x, x]), jnp.repeat(x @ w, 2, 0))
+        ).mean(),
+        "pairs examples that do not",
+    ),
+    "first half by number": (lambda w, x: (x @ w)[jnp.arange(len(x) // 2)].mean(), "finds examples by"),
+    "first half by number, by map": (
+        lambda w, x: jax.lax.map(lambda i: (x @ w)[i], jnp.arange(len(x) // 2)).mean(),
+        "takes some of the examples within",
+    ),
     "of pairs and of all": (lambda w, x: ((x @ w)[::2] * (x @ w)[: len(x) // 2]).mean(), "some of the exam"),
     "one of a pair": (
         lambda w, x: ((x @ w)[: len(x) - 1 : 2] * (x @ w)[3::2].sum()).mean(),
@@ -597,6 +618,15 @@ def test_examples_that_are_computed_apart(name):
     for found in stepped(made, X).values():
         np.testing.assert_allclose(found[0], value, 2e-5)
         np.testing.assert_allclose(found[1], gradient, 2e-4, 2e-4 * np.abs(gradient).max())
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_parts_of_one_example_have_no_pairs(first):
+    program = ow.SGD(0.1).minimize(lambda w, x: (x @ w)[first::2].mean(), W, X)
+    with pytest.warns(UserWarning, match="takes some of the examples.* 8 micro-batches has only its own"):
+        ow.accumulate(program, ROWS)
+    with pytest.warns(UserWarning, match="takes some of the examples.* 8 devices sees only its own"):
+        ow.replicate(program, ROWS)
 
 
 def test_results_that_nobody_takes_are_not_warned_of():

@@ -277,6 +277,23 @@ def test_texts_of_several_lengths_have_means_over_batches_of_what_counts_them(le
     np.testing.assert_allclose([found[name] for name in expected], [*expected.values()], 1e-5)
 
 
+@pytest.mark.parametrize("sizes", [(4, 3, 3), (4, 1, 4)])
+def test_batches_that_cut_a_group_have_means_and_are_warned_of(sizes):
+    def network(w, x):
+        pairs = (x @ w)[::2]
+        return pairs.mean(), (pairs.sum(), pairs.max())
+
+    x, w = RNG.normal(size=(sum(sizes), 3)).astype("float32"), np.ones(3, "float32")
+    model = ow.Model(ow.trace(network, w, x[:4], has_aux=True), w)
+    parts = np.split(x, np.cumsum(sizes)[:-1])
+    with pytest.warns(
+        UserWarning, match=f"for a batch of {sizes[1]} examples the function builds another graph"
+    ):
+        found = ow.Evaluator(model).test(parts)
+    each = [network(w, part)[0] for part in parts]
+    np.testing.assert_allclose(found["loss"], np.average(each, weights=sizes), 1e-5)
+
+
 def test_graphs_of_several_sizes_beside_examples():
     def network(w, x, graph):
         return jnp.mean(w * x) + graph.mean(), jnp.sum(x)

@@ -120,6 +120,8 @@ def _seen_by_two(
         return None
     if following is None or following.needs or following.counting(part) or following.mixing:
         return None
+    if following.group > 1:
+        return None
     is_known = all(following.found[v].kind is not How.OWN for v in _results(part))
     return (part, following) if is_known and len(_results(part)) == len(_results(local)) else None
 

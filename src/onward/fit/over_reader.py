@@ -45,7 +45,7 @@ class OfReader:
         lengths = [(name, np.shape(x)[0]) for name, x in arrays if np.shape(x)]
         held = [rows for name, rows in lengths if name in self.parts.split]
         rows = next(iter(held or (rows for _, rows in lengths)), 1)
-        if rows == 1 and not self.is_alike(1):
+        if rows == 1 and self.parts.group == 1 and not self.is_alike(1):
             return self._twice(fed), rows, True
         return fed, rows, False
 

@@ -172,6 +172,7 @@ def _told(recipe: Recipe, program: Program, data: tuple[Any, ...], how: Accumula
     if how.steps == 1:
         return how
     whole = recipe.origin.trace(data)
+    rows = -(-how.rows(whole) // how.steps)
     whole, part = _both(recipe, program, whole, how)
     is_left = how.is_sum is not None
     by_share = replace(how, by_share=how.weight is not None)
@@ -181,6 +182,8 @@ def _told(recipe: Recipe, program: Program, data: tuple[Any, ...], how: Accumula
     if following is None or part.signature is None or is_left:
         return told if is_left else by_share
     results = [v for v in part.signature.result.variables if v is not part.loss]
+    if rows % following.group:
+        following.cut_groups(part)
     expect_apart(part, following, how)
     expect_merged(part, following, results)
     told = replace(told, is_sum=is_sum_of(part, following, "accumulate takes the mean over micro-batches"))

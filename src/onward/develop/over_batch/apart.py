@@ -31,7 +31,7 @@ def mixing(call: Call, values: list[Follows], rows: Mapping[int, int], axis: int
     if is_opaque(call.primitive) or (row.moves in _BY_LAYOUT and not row.update):
         return ""
     if "dimension_numbers" in call.params and (row.update or row.moves is Moves.LOOKS_UP):
-        return _finding(call, values[1], rows.get(0))
+        return _finding(call, values[1], rows)
     if row.update and rows.get(1) != axis:
         return _CUTS
     if any(call.params.get("padding_config", {axis: ()})[axis]):
@@ -90,10 +90,12 @@ def is_opaque(primitive: str) -> bool:
     return row == Primitive(row.name)
 
 
-def _finding(call: Call, index: Follows, axis: int | None) -> str:
-    """The same of a lookup or an update by index: one that counts the examples finds each its own."""
+def _finding(call: Call, index: Follows, rows: Mapping[int, int]) -> str:
+    """The same of a lookup or an update by index: one that counts all examples finds each its own."""
+    axis = rows.get(0)
+    lengths = [call.operands[i].shape[rows[i]] for i in (0, 1) if i in rows]
     numbers = call.params["dimension_numbers"]
     at = "start_index_map" if call.primitive == "gather" else "scatter_dims_to_operand_dims"
-    if axis not in getattr(numbers, at) or index.counts:
+    if axis not in getattr(numbers, at) or (index.counts and len(set(lengths)) == 1):
         return ""
     return "finds examples by numbers that stand in data, which count those of the whole batch"

@@ -44,6 +44,7 @@ class FromParts:
         split: the names of the data that hold examples.
         results: the results by name.
         apart: for those that cannot be put together, why; their mean by the lengths of the parts is taken.
+        group: how many examples are computed together: batches have a multiple of it.
         found: how each value that is handed out follows.
         by_chance: data that is as long as the batch, and is taken to be no examples.
         program: computes, of a part, the results and what else is handed out.
@@ -65,6 +66,7 @@ class FromParts:
         self.apart: dict[str, str] = dict.fromkeys(results, why) if why else {}
         self.found = dict.fromkeys(results.values(), _PLAIN)
         self._after, self._made = set[Op](), set[Variable]()
+        self.group = 1 if following is None else following.group
         if whole is not None and following is not None:
             drawn = descendants(part, [v for v in part.variables.values() if v.is_key])
             after = behind(whole, part, following, (), lambda f: f.kind not in (How.OWN, How.ROWS))
@@ -152,6 +154,8 @@ class FromParts:
 
     def is_alike(self, rows: int) -> bool:
         """Whether the function computes the same ops for so many examples."""
+        if rows % self.group:
+            return False
         if rows == self.rows or not self.split:
             return True
         try:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from fractions import Fraction
+from math import lcm
 from typing import Any
 
 from onward.core.jaxprs.body import Body
@@ -34,6 +35,10 @@ class ExampleLayout:
     axis: int
     blocks: int = 1
     each: Fraction = Fraction(1)
+
+    def fits(self, rows: int) -> bool:
+        """Whether so many examples have whole groups, or whole numbers in a row of each."""
+        return 1 in (self.each.numerator, self.each.denominator) and (rows * self.each).denominator == 1
 
 
 @dataclass(frozen=True)
@@ -106,6 +111,17 @@ class Following:
         near = self.reaching(program, [v])
         return not (near.mixing or near.normalizing or near.bent or near.counting(program))
 
+    @property
+    def group(self) -> int:
+        """The number of examples of which a part has to have a multiple, so that no group is cut."""
+        return lcm(*(f.layout.each.denominator for f in self.found.values() if f.layout is not None))
+
+    def cut_groups(self, program: Program) -> None:
+        """Note that parts have fewer examples than a group has."""
+        layouts = {v: f.layout for v, f in self.found.items() if f.layout is not None}
+        groups = (op for op in program.ops for v in op.outputs if v in layouts and layouts[v].each < 1)
+        self.mixing.extend((op, "takes some of the examples") for op in groups)
+
     def rules_of_loss(self, program: Program) -> list[tuple[Op, str]]:
         """The ops in whose derivative rules examples see each other, of those that gradients go through."""
         return [] if program.loss is None else self.reaching(program, [program.loss]).rules
@@ -164,6 +180,7 @@ class BatchWalk:
             mean of theirs.
         has_own_axis: whether the parts are devices that the function speaks of itself.
         asks_rules: whether derivative rules are looked at.
+        rows: how many examples a part has.
         zeros: the Variables that are 0 throughout.
         choices: the Variables that each op which chooses among some reads.
         reaching: the ops whose results come back to the examples.
@@ -178,9 +195,11 @@ class BatchWalk:
         has_own_axis: bool,
         in_turn: bool,
         asks_rules: bool,
+        rows: int,
     ) -> None:
         self.result, self.like, self.parts, self.can_have = result, like, parts, can_have
         self.has_own_axis, self.in_turn, self.asks_rules = has_own_axis, in_turn, asks_rules
+        self.rows = rows
         self.zeros: set[Variable] = set()
         self.choices: list[set[Variable]] = []
         self.reaching: set[Op] = set()

@@ -49,6 +49,7 @@ from onward.develop.over_batch.own_keys import draws_for_examples
 from onward.develop.over_batch.within import within
 
 _EXTREMES = {Reduces.LARGEST: How.MOST, Reduces.SMALLEST: How.LEAST}
+_ODD = "pairs examples that do not belong together"
 _OF_TRUTHS = {Reduces.ANY: How.MOST, Reduces.ALL: How.LEAST}
 
 
@@ -145,8 +146,9 @@ class Follower(BatchWalk):
             has_own_axis=not in_turn and any(op.body.collectives for op in whole.ops),
             in_turn=in_turn,
             asks_rules=asks_rules,
+            rows=rows,
         )
-        self.pairs, self.rows, self.part, self.equal = pairs, rows, part, equal_variables(part)
+        self.pairs, self.part, self.equal = pairs, part, equal_variables(part)
         for v, other in zip(part.constants, whole.constants, strict=False):
             self.like[v] = other
             self.result.found[v] = self._constant(v, part.constants[v], whole.constants[other])
@@ -294,7 +296,11 @@ class Follower(BatchWalk):
         if call.primitive == "reshape":
             return self._reshaped(op, first, source, v, axis)
         if call.primitive == "concatenate" and call.params["dimension"] == first.axis:
-            return replace(first, blocks=int(v.shape[axis] / (self.rows * first.each)))
+            blocks = Fraction(v.shape[axis]) / (self.rows * first.each)
+            if blocks.denominator == 1 and all(layout.each == first.each for layout, _ in known):
+                return replace(first, blocks=int(blocks))
+            self.note(op, _ODD)
+            return None
         if call.primitive == "tile":
             return replace(first, blocks=first.blocks * call.params["reps"][axis])
         if call.primitive == "slice":
@@ -306,7 +312,7 @@ class Follower(BatchWalk):
             return self._cut(op, first, limit - v.shape[axis], limit, 1)
         alike = [layout for layout, w in known if w.shape[layout.axis] == v.shape[axis]]
         if len({(x.blocks, x.each) for x in alike}) > 1:
-            self.note(op, "pairs examples that do not belong together")
+            self.note(op, _ODD)
             return None
         return replace(alike[0], axis=axis) if alike else None
 
@@ -320,11 +326,11 @@ class Follower(BatchWalk):
     ) -> ExampleLayout | None:
         before = prod(source.shape[: layout.axis]) * layout.blocks
         blocks, rest = divmod(before, prod(v.shape[:axis]) or 1)
-        each = Fraction(v.shape[axis], (blocks or 1) * self.rows)
-        if rest or not blocks or 1 not in (each.numerator, each.denominator):
+        found = ExampleLayout(axis, blocks, Fraction(v.shape[axis], (blocks or 1) * self.rows))
+        if rest or not blocks or not found.fits(self.rows):
             self.note(op, "moves numbers of one example to another")
             return None
-        return ExampleLayout(axis, blocks, each)
+        return found
 
     def _rows_of(self, given: Operands) -> dict[int, int]:
         """For each operand that has rows the axis along which they lie."""
@@ -334,10 +340,9 @@ class Follower(BatchWalk):
     def _cut(
         self, op: Op, layout: ExampleLayout, start: int, limit: int, stride: int
     ) -> ExampleLayout | None:
-        block, each = self.rows * layout.each, layout.each / stride
-        is_of_groups = layout.blocks == 1 and block % stride == 0 and 1 in (each.numerator, each.denominator)
-        if is_of_groups and start < stride and limit > block - stride + start:
-            return replace(layout, each=each)  # the same one of each group
+        block, one = self.rows * layout.each, replace(layout, each=layout.each / stride)
+        if one.blocks == 1 and one.fits(self.rows) and start < stride and limit > block - stride + start:
+            return one  # the same one of each group
         if stride != 1 or start % block or limit % block:
             self.note(op, "takes some of the examples")
             return None

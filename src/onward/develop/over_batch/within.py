@@ -20,6 +20,7 @@ _WITHIN = " within"
 _SEE = "computes a statistic of the examples within"
 _SEE_OTHERS = "reads more of the batch than one example in a turn"
 _BY_LENGTH = "takes as many turns as the batch is long"
+_ODD = "pairs examples that do not belong together"
 _UNKNOWN = "may let examples see each other"
 _ONE_BY_ONE = "goes through the examples one after the other"
 
@@ -140,13 +141,16 @@ class _BodyWalk:
             self.walk.note(self.op, _ONE_BY_ONE)
         else:
             fixed = [f for f, _ in given.values[:count]]
-            turn = [replace(one, counts=f.counts) for f, _ in given.values[count:]]
+            along, rows = given.values[count:], self.walk.rows
+            turn = [replace(one, counts=f.counts and v is not None and v.shape[0] == rows) for f, v in along]
             found = self.called(whole, part, [*fixed, *turn], is_one=True)
             if found is None or any(f != one for f in found):
                 self.walk.note(self.op, self.mixing or _SEE_OTHERS)
         lies = {(f.layout.blocks, f.layout.each) for f, v in given.values[count:] if v and f.layout}
-        rows = Follows(How.ROWS, 0, ExampleLayout(0, *lies.pop()) if len(lies) == 1 else None)
-        return [rows if i >= carries else OWN for i in range(len(part.outputs))]
+        if len(lies) > 1:
+            self.walk.note(self.op, _ODD)
+        each = Follows(How.ROWS, 0, ExampleLayout(0, *lies.pop()) if len(lies) == 1 else None)
+        return [each if i >= carries else OWN for i in range(len(part.outputs))]
 
     def _settled(
         self, consts: Sequence[Follows], carry: Sequence[Follows], turns: Sequence[Follows], place: int = 0
