@@ -621,6 +621,61 @@ def test_a_key_that_is_carried_moves_on_once_a_step(kind, order):
     equal(state.parameters[0], w)
 
 
+def chained(params, key, x):
+    """Layers that each split the key, with noise of no example at the end."""
+    for w in params["layers"]:
+        key, now = jax.random.split(key)
+        x = jnp.tanh(x @ w) * jax.random.bernoulli(now, 0.5, x.shape)
+    key, now = jax.random.split(key)
+    return jnp.mean((x + 0.1 * jax.random.normal(now, (3,))) ** 2), (key, jax.random.normal(now, (3,)))
+
+
+@pytest.mark.parametrize("how", ["rolled", "pipeline", "pipeline, rolled"])
+def test_a_chain_of_keys_through_layers_is_that_of_one_batch(how):
+    params = {"layers": [W[:, None] + np.eye(3) for _ in range(12)]}
+    program = ow.SGD(RATE).minimize(chained, params, X[:ROWS], state=jax.random.key(0), has_aux=True)
+    program = ow.roll(program) if "rolled" in how else program
+    made = accumulate(program, 4) if how == "rolled" else ow.pipeline(program, 2, 4)
+    step = ow.compile(made)
+    state, key = step.init(params, jax.random.key(0)), jax.random.key(0)
+    for _ in range(2):
+        state, out = step(state, X[:ROWS])
+        _, (key, noise) = chained(params, key, X[:ROWS])
+        equal(out.aux, noise)
+
+
+def test_keys_split_for_examples_are_their_own_in_a_loop_over_them():
+    def loss(w, key, x):
+        key, now = jax.random.split(key)
+        masks = jax.lax.map(lambda k: jax.random.uniform(k, (3,)), jax.random.split(now, len(x)))
+        return jnp.mean(masks * x * w), (key, masks)
+
+    program = ow.SGD(RATE).minimize(loss, W, X[:ROWS], state=jax.random.key(0), has_aux=True)
+    for made in (accumulate(program, 4), ow.replicate(program, 4)):
+        step = ow.compile(made)
+        _, out = step(step.init(W, jax.random.key(0)), X[:ROWS])
+        assert len({part.tobytes() for part in np.asarray(out.aux).reshape(4, -1)}) == 4
+
+
+def test_raw_keys_that_an_op_reads_draw_other_numbers_or_are_warned_of():
+    def loss(w, key, x):
+        now, key = jax.random.split(key)
+        drop = jax.checkpoint(lambda x, key: x * jax.random.uniform(key, x.shape))
+        return jnp.mean(drop(x, now) * w), (key, drop(jnp.ones_like(x), now))
+
+    first = jax.random.PRNGKey(0)
+    program = ow.SGD(RATE).minimize(loss, W, X[:ROWS], state=first, has_aux=True)
+    step = ow.compile(accumulate(program, 4))
+    _, out = step(step.init(W, first), X[:ROWS])
+    assert len({part.tobytes() for part in np.asarray(out.aux).reshape(4, -1)}) == 4
+    said = "draws numbers for its examples by a key that it makes within .* All draw the same numbers"
+    with pytest.warns(UserWarning, match=said):
+        ow.replicate(program, 2)
+    fed = ow.SGD(RATE).minimize(lambda w, x, key: loss(w, key, x)[0], W, X[:ROWS], first)
+    with pytest.warns(UserWarning, match=said):
+        accumulate(fed, 4)
+
+
 def test_micro_batches_drop_other_numbers_of_their_examples():
     def loss(w, key, x):
         key, now = jax.random.split(key)

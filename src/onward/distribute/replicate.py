@@ -29,7 +29,7 @@ from onward.core.placement import equal_variables, expect_divisible
 from onward.core.program import Applied, Op, Phase, Program, Recipe, Replicas, Variable
 from onward.core.recipe import build, laid_out, recipe_of, whole_types, with_steps
 from onward.core.structure import describe, expect_count, expect_flag, is_word
-from onward.core.walk import Where, listed, select, substitute, with_results
+from onward.core.walk import Where, descendants, listed, select, substitute, with_results
 from onward.core.whole import opened
 from onward.core.words import Pass, Placement
 from onward.derive.backward import append_backward
@@ -267,10 +267,10 @@ def _with_own_keys(program: Program, devices: Devices, drawn: set[Variable] | No
     example, if it is known; nothing else differs.
     """
     builder = Builder(program, made_by=Pass.COLLECTIVE)
-    equal = {v for v in equal_variables(program) if v.is_key}
+    equal = {v for v in equal_variables(program) if v.is_key} - descendants(program, drawn or ())
 
     def own(op: Op) -> Op:
-        if all(v.is_key for v in op.outputs) or (drawn is not None and drawn.isdisjoint(op.outputs)):
+        if all(v.is_key for v in op.outputs) if drawn is None else drawn.isdisjoint(op.outputs):
             return op
         keys = {v: builder.once(v, partial(_own_key, builder, v, devices)) for v in op.inputs if v in equal}
         return replace(op, inputs=tuple(keys.get(v, v) for v in op.inputs)) if keys else op

@@ -21,6 +21,7 @@ from onward.core.source import user_level
 from onward.core.walk import with_results
 from onward.core.words import Pass
 from onward.develop.over_batch.known import Following, How, Need
+from onward.develop.over_batch.meeting import same_draws
 from onward.develop.over_batch.reading import reading, times
 from onward.develop.over_batch.walk import follow, where_parted
 from onward.distribute.merge import Devices
@@ -80,6 +81,8 @@ def of_whole_batch(
     told = following.reaching(local, [*local.outputs, *local.next_state.values()])
     if told.mixing and replicas.syncs:
         warnings.warn(_said(local, *told.mixing[0], devices.size), stacklevel=user_level())
+    for found in same_draws(local, following) if replicas.syncs else ():
+        found.warn(local, f"{devices.size} devices", "replicate(..., sync_batch_norm=False)")
     for v in _out_of_order(whole, local, following)[: bool(replicas.syncs)]:
         warnings.warn(
             f"{local.name}: the result {v.name!r} ({v.type} on each of {devices.size} devices) is laid end "

@@ -145,25 +145,29 @@ class Evaluator(NotPickled, Pointing):
     def over(self, batches: Iterable[Any]) -> dict[str, float]:
         """The numbers of ``test`` of these batches."""
         numbers: ReaderNumbers | None = None
-        names = frozenset[str]()
+        names, reader = frozenset[str](), None
         for batch in batches:
             fed = {name: unshared(x) for name, x in as_feed(batch, self._names).items()}
-            if numbers is None:
+            if reader is None:
                 names = frozenset(fed)
-                numbers = ReaderNumbers(self._of_reader(names).at(fed))
-            if not numbers.parts.results or fed.keys() != names:
+                reader = self._of_reader(names)
+            if not reader.parts.results or fed.keys() != names:
                 raise ArgumentError(_no_number(self.model.test_program.name, self._names, fed))
-            given, rows, twice = numbers.reader.given(fed)
+            given, rows, twice = reader.given(fed)
             if not rows:
                 continue
+            if numbers is None:
+                reader = reader.at(fed)
+                numbers = ReaderNumbers(reader)
+                given, rows, twice = reader.given(fed)
             numbers.look(fed)
-            if twice or numbers.reader.is_alike(rows):
-                out = self._over_reader(numbers.reader, names)(self.model.together, given)
+            if twice or reader.is_alike(rows):
+                out = self._over_reader(reader, names)(self.model.together, given)
                 numbers.add(rows, twice, {v.name: out[v] for v in numbers.parts.program.outputs})
             else:
                 numbers.add_other(rows, metrics_of(self.forward(**fed)))
-        assert numbers is not None
-        return numbers.numbers(self.model.together)
+        assert reader is not None
+        return (numbers or ReaderNumbers(reader)).numbers(self.model.together)
 
     def _of_reader(self, given: frozenset[str]) -> OfReader:
         def results(program: Program) -> dict[str, Variable]:

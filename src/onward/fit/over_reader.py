@@ -150,14 +150,14 @@ class ReaderNumbers:
         self.plain: dict[str, Any] = dict.fromkeys(self.parts.results, 0.0)
         self.total = {v: _nothing(v, follows) for v, follows in self.parts.found.items()}
         self._whole = _WholeData(reader)
-        self._unlike = dict.fromkeys(self.parts.computed, 0)
+        self._unlike: dict[Variable, str] = {}  # the results that are means, for data of another shape
         self._waiting: tuple[int, bool, Mapping[str, Any]] | None = None
 
     def look(self, fed: Mapping[str, Any]) -> None:
         """Note what of a batch is taken to hold no examples, and is another one than before."""
         self._whole.look(fed)
         name, results = self.reader.unlike(fed)
-        self._unlike |= {v: 1 + self._data.index(name) for v in results}
+        self._unlike |= dict.fromkeys(results, name)
 
     def add(self, rows: int, twice: bool, values: Mapping[str, Any]) -> None:
         """Count a batch of so many examples; its values are read once the next one is on its way."""
@@ -176,8 +176,8 @@ class ReaderNumbers:
         for v, follows in self.parts.found.items():
             x = np.asarray(values[v.name], np.float64)
             if self.total[v].shape != x.shape:
-                if any(i and self._data[i - 1] not in self.parts.split for i in self._unlike.values()):
-                    continue  # the results that are made of it are means
+                if set(self._unlike.values()) - set(self.parts.split):
+                    continue  # such as a graph: the results that are made of it are means
                 raise ArgumentError(_other_shape(self.parts, v, x))
             if follows.kind in _EXTREMES:
                 self.total[v] = _EXTREMES[follows.kind]([x, self.total[v]], 0)
@@ -223,24 +223,28 @@ class ReaderNumbers:
 
     def _tell_apart(self, several: bool) -> bool:
         """Note the results of which all processes have means alone; whether those are all there are."""
-        parts, shapes = self.parts, crc32(repr([v.type for v in self.parts.part.inputs]).encode())
-        flags = of_processes([shapes, self.other, self._whole.is_cut, *self._unlike.values()])
-        self.other, is_one_length, *unlike = map(int, flags[:, 1:].max(0))
+        parts = self.parts
+        self.other, is_one_length = map(int, of_processes([self.other, self._whole.is_cut]).max(0))
+        unlike = self._unlike_of_all()
         if is_one_length:
             why = one_length(parts.part, (*parts.split, *sorted(parts.by_chance)))
             self.apart = dict.fromkeys(parts.results, why)
         elif several:
-            differ = len(set(flags[:, 0])) > 1  # processes have batches of different shapes
-            data = {
-                v: self._data[max(i - 1, 0)] for v, i in zip(self._unlike, unlike, strict=True) if i or differ
-            }
-            found = ((name, data[v]) for name, v in parts.results.items() if v in data)
-            told = {
-                name: f"{x!r} has another shape in another batch, apart from the examples"
-                for name, x in found
-            }
-            self.apart = {**self.apart, **told}
+            found = ((name, unlike[v]) for name, v in parts.results.items() if v in unlike)
+            why = "has another shape in another batch, apart from the examples"
+            self.apart = {**self.apart, **{name: f"{data!r} {why}" for name, data in found}}
         return bool(is_one_length)
+
+    def _unlike_of_all(self) -> dict[Variable, str]:
+        """The results of which some process has means alone, with the data that has another shape."""
+        names = ["", *self._data]
+        own = [names.index(self._unlike.get(v, "")) for v in self.parts.computed]
+        shapes = crc32(repr([v.type for v in self.parts.part.inputs]).encode())
+        flags = of_processes([shapes, *own])
+        if len(set(flags[:, 0])) > 1:  # each process has batches of a shape of its own
+            return dict.fromkeys(self.parts.computed, self.parts.split[0])
+        places = zip(self.parts.computed, flags[:, 1:].max(0).astype(int), strict=True)
+        return {v: names[place] for v, place in places if place}
 
     def _rest(self, rows: int) -> _OfAll | None:
         try:

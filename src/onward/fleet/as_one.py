@@ -9,7 +9,7 @@ from onward.core.program import Program, Variable
 from onward.core.source import user_level
 from onward.develop.over_batch.known import SAME, Following, Follows, How
 from onward.develop.over_batch.loss import Halves, is_sum
-from onward.develop.over_batch.meeting import meetings
+from onward.develop.over_batch.meeting import meetings, same_draws
 from onward.fleet.modes import Mode, Sync, in_rounds
 
 _MEANT = "merge=Average(), or Sum() for a sum over examples"
@@ -29,7 +29,8 @@ def expect_as_one(program: Program, found: Halves | None, trainers: int, mode: M
             the forward pass is another one than that of one device.
     """
     if found is None or found.following is None:
-        if in_rounds(mode) and program.recipe is not None and program.inputs:
+        fixed = () if program.recipe is None else program.recipe.origin.fixed_data
+        if in_rounds(mode) and program.recipe and any(v.name not in fixed for v in program.inputs if v.shape):
             warnings.warn(
                 f"{program.name}: of twice as many examples the function cannot be traced, or builds another "
                 "graph, so that it is not known whether trainers compute together what one device would; "
@@ -40,7 +41,7 @@ def expect_as_one(program: Program, found: Halves | None, trainers: int, mode: M
         return False
     part, following = found.part, found.following
     if isinstance(mode, Sync):
-        for met in meetings(part, following):
+        for met in (*meetings(part, following), *same_draws(part, following)):
             met.warn(part, f"{trainers} trainers", _MEANT)
     for v in list(_left(part, following, isinstance(mode, Sync)))[:1]:
         how = "their mean, or that of one of them" if in_rounds(mode) else "that of the last one to send"

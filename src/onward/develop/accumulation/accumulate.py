@@ -22,7 +22,7 @@ from onward.core.source import user_level
 from onward.core.structure import expect_count, expect_flag, is_word
 from onward.core.walk import Where, listed, producers, select
 from onward.core.words import Placement
-from onward.develop.accumulation.carried import made_of, untold
+from onward.develop.accumulation.carried import State, keys_in, made_of, untold
 from onward.develop.accumulation.differing import expect_apart, expect_merged, expect_moved_on
 from onward.develop.accumulation.loop import with_loop
 from onward.develop.accumulation.micro_batches import Accumulation
@@ -30,7 +30,7 @@ from onward.develop.accumulation.statistics import KnownOfWhole, OfMicroBatch, o
 from onward.develop.batch import WEIGHT, batch_names, data_types, filled_up
 from onward.develop.over_batch.bending import expect_proportional, expect_proportional_in_sums
 from onward.develop.over_batch.filled import misled
-from onward.develop.over_batch.known import Following, Follows, How
+from onward.develop.over_batch.known import SAME, Following, Follows, How
 from onward.develop.over_batch.loss import is_sum as is_sum_of
 from onward.develop.over_batch.walk import follow, where_parted
 
@@ -206,20 +206,21 @@ def _walked(
             return how, following
         after, read = known.after_the_loop(whole, part, following)
         following = following.without(after)
+        keys = _keys(part, following)
         merged = {old: new for old, new in of_data.items() if old not in handed}
-        results = (*part.signature.result.variables, *merged.values())
+        results = (*part.signature.result.variables, *merged.values(), *keys.values())
         counts = known.known_counts(following).difference(map(producers(part).get, results))
         exact = following.without_numbers(counts, known.values)
         if not (left := untold(part, exact, after, merged)):
             break
         handed |= left
+    others = keys_in(part, part.next_state).keys() - keys.keys()
     told = {v.name: following.found[v] for v in (*results, *read)}
     stand_ins = known.stand_ins(part, following, how.steps, [*part.outputs, *merged.values()])
     how = replace(
         how,
-        stand_ins=(*stand_ins, *own_keys(part, following, how.split, handed)),
-        merged=frozenset(old.name for old in merged),
-        hands_keys=False,
+        stand_ins=(*stand_ins, *own_keys(part, following, how.split, [*handed, *others])),
+        merged=frozenset(old.name for old in (*merged, *keys)),
         behind=frozenset(op.outputs[0].name for op in after),
         told=tuple((name, f) for name, f in told.items() if not (how.by_share and f == Follows(How.MEAN))),
     )
@@ -227,6 +228,16 @@ def _walked(
         of_whole = {(one.op, one.value) for one in stand_ins if one.read is OF_WHOLE_BATCH}
         how = replace(how, misled=misled(part, following, how.weight, after, of_whole))
     return how, exact
+
+
+def _keys(part: Program, following: Following) -> State:
+    """The random keys that are state and move on once, as those of the whole batch.
+
+    What is drawn for examples has keys of its own then. Where one is drawn from that is hidden in an op, as a
+    raw key is in a loop, all go from one micro-batch to the next.
+    """
+    state = {} if following.hidden_draws else keys_in(part, part.next_state)
+    return {old: new for old, new in state.items() if following.found[new] == SAME}
 
 
 def _by_share(whole: Program, part: Program, how: Accumulation, told: Accumulation) -> Accumulation:

@@ -10,7 +10,7 @@ from onward.core.source import user_level
 from onward.develop.accumulation.carried import beside, is_counted, keys_in, made_of
 from onward.develop.accumulation.micro_batches import Accumulation
 from onward.develop.over_batch.known import Following, How
-from onward.develop.over_batch.meeting import Difference, meetings
+from onward.develop.over_batch.meeting import Difference, meetings, same_draws
 
 _BY_SHARE = (
     ", but for a mean weighed by example_weight, jnp.sum(w * e) / jnp.sum(w): micro-batches count as much as "
@@ -24,7 +24,8 @@ _WHOLE = (
 def expect_apart(part: Program, following: Following, how: Accumulation) -> None:
     """Warn where what a micro-batch returns or carries on needs the examples of others."""
     by_share = "" if how.weight is None else _BY_SHARE
-    for found in (*meetings(part, following, _WHOLE), *_disordered(part, following)):
+    drawn = same_draws(part, following, keys_in(part, part.next_state))
+    for found in (*meetings(part, following, _WHOLE), *drawn, *_disordered(part, following)):
         told = found._replace(differs=found.differs + by_share) if found.instead is _WHOLE else found
         told.warn(part, f"{how.steps} micro-batches", "is_sum=False, or True for a sum over examples")
 

@@ -151,7 +151,7 @@ class LoopPlan:
         told = whole.told_of(dict(how.told))
         self.added = {v for v, follows in told.items() if follows == Follows(How.MEAN, 1)}
         self.extremes = {v: follows.kind for v, follows in told.items() if _is_extreme(v, follows)}
-        numbers = numbers_of(part.loop)
+        numbers = numbers_of(part.program, part.read)
         names = Names(whole.program.variables)
         self.threaded = tuple(self._thread(old, new, names) for old, new in part.threaded.items())
         found: dict[Variable, LoopResult] = {}

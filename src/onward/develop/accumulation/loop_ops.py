@@ -32,10 +32,7 @@ class LoopCut:
         self.late = _late(program)
         self.following = {old: self.proposed.get(new, new) for old, new in program.next_state.items()}
         carried = self._carried()
-        handed = {
-            **made_of(program, how.split, carried),
-            **(keys_in(program, carried) if how.hands_keys else {}),
-        }
+        handed = {**made_of(program, how.split, carried), **keys_in(program, carried)}
         once = {old: new for old, new in carried.items() if old not in handed}
         self.threaded = {old: new for old, new in carried.items() if old in handed}
         of_whole = [v for op in program.ops if op.type is OF_WHOLE_BATCH for v in op.outputs]

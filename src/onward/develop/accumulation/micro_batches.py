@@ -36,8 +36,6 @@ class Accumulation:
         stand_ins: the values that the forward pass reads in place of those of its micro-batch.
         misled: what filling up the batch may change, and why, in words.
         merged: the state whose next value is put together as results are, by name.
-        hands_keys: whether random keys that are state go from one micro-batch to the next, for nothing is
-            known of what is drawn from them; else what is drawn for examples has keys of its own.
     """
 
     steps: int
@@ -50,7 +48,6 @@ class Accumulation:
     stand_ins: tuple[StandIn, ...] = ()
     misled: tuple[tuple[str, str], ...] = ()
     merged: frozenset[str] = frozenset()
-    hands_keys: bool = True
 
     def is_filled(self, program: Program) -> bool:
         """Whether micro-batches of a Program have to be filled up with examples of weight 0."""

@@ -8,7 +8,7 @@ times as small for a micro-batch as there are of them, is scaled.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,8 @@ from onward.develop.over_batch.behind import behind, computed
 from onward.develop.over_batch.known import SAME, Following, Follows, How, Need
 from onward.develop.over_batch.own_keys import folded, in_common
 from onward.develop.over_batch.reading import reading, times
+
+_NUMBER = np.int32(0)  # this very object: layers that are rolled read it too
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ def own_keys(
 
     That is made of no example, and of no state that they hand on.
     """
-    keys = in_common(part, {*handed, *(v for v in part.inputs if v.name in set(split))})
+    keys = in_common(part, {*handed, *following.drawn, *(v for v in part.inputs if v.name in set(split))})
     drawing = [op for op in part.ops if not following.drawn.isdisjoint(op.outputs)]
     pairs = [(op.outputs[0].name, v.name) for op in drawing for v in op.inputs if v in keys]
     return tuple(StandIn(name, key, OWN_KEY) for name, key in pairs)
@@ -185,10 +187,11 @@ def with_stand_ins(program: Program, given: tuple[StandIn, ...]) -> Program:
         return times(builder, v, float(what))
 
     has_own = any(one.read is OWN_KEY for one in given)
-    numbers = {number: np.int32(0)} if has_own else None  # the loop counts
+    numbers = {number: _NUMBER} if has_own else None  # the loop counts
     return reading(program, needs, read, Pass.FORWARD, constants=numbers)
 
 
-def numbers_of(ops: Iterable[Op]) -> tuple[Variable, ...]:
-    """The Variable that holds the number of a micro-batch in these ops, if one of them reads it."""
-    return tuple({op.inputs[1] for op in ops if op.type is OWN_KEY and len(op.inputs) > 1})
+def numbers_of(program: Program, read: Collection[Variable]) -> tuple[Variable, ...]:
+    """The Variable that holds the number of a micro-batch, if it is among those that are read."""
+    number: Any = _NUMBER
+    return tuple(v for v, value in program.constants.items() if value is number and v in read)

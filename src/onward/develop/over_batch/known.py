@@ -83,6 +83,7 @@ class Following:
         normalizing: ops that give the examples a statistic that the parts cannot have.
         bent: ops that are not linear in a statistic that the parts cannot have.
         drawn: what is made of a random key for each example, by ops that read the key.
+        hidden_draws: ops that draw for each example from what is no typed key to them.
         counted: ops that read a number of examples, in them or as a constant.
         within: for ops that run one Program, once or for each example, it and how its values follow.
         rules: ops in whose derivative rules examples see each other, and how.
@@ -96,6 +97,7 @@ class Following:
     normalizing: list[Op] = field(default_factory=list)
     bent: list[Op] = field(default_factory=list)
     drawn: set[Variable] = field(default_factory=set)
+    hidden_draws: list[Op] = field(default_factory=list)
     counted: set[Op] = field(default_factory=set)
     within: dict[Op, tuple[Program, Following]] = field(default_factory=dict)
     rules: list[tuple[Op, str]] = field(default_factory=list)
@@ -150,6 +152,7 @@ class Following:
             normalizing=list(filter(kept, self.normalizing)),
             rules=[(op, why) for op, why in self.rules if kept(op)],
             bent=list(filter(kept, self.bent)),
+            hidden_draws=list(filter(kept, self.hidden_draws)),
         )
 
     def without_numbers(self, ops: Container[Op], constants: Container[Variable]) -> Following:

@@ -12,12 +12,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
-from onward.core.program import Program
+from onward.core.program import Program, Variable
 from onward.core.source import user_level
-from onward.develop.over_batch.known import Following
+from onward.core.walk import descendants
+from onward.develop.over_batch.known import Following, Follows, How
 
 RESULT = "The result differs from that of the whole batch"
 
@@ -57,3 +58,30 @@ def meetings(part: Program, following: Following, whole: str = "") -> Iterator[D
         )
     for op, why in following.rules_of_loss(part)[:1]:
         yield Difference(f"{op.type!r}{op.at} {why}", "The gradients differ from those of the whole batch")
+
+
+def same_draws(part: Program, following: Following, apart: Collection[Variable] = ()) -> Iterator[Difference]:
+    """The first op that draws the same numbers for the examples of all parts.
+
+    A typed key that an op reads is made one of the part's own; a raw key that it makes one of within is not.
+
+    Args:
+        part: the forward Program of a part of the batch.
+        following: how it follows that of the whole.
+        apart: state that is another one in each part.
+    """
+    near = following.reaching(part, [*part.outputs, *part.next_state.values()])
+    own = descendants(part, apart)
+    ops = (op for op in near.hidden_draws if own.isdisjoint(op.inputs))
+    for op in [op for op in ops if not any(_may_be_seed(v, following.found[v]) for v in op.inputs)][:1]:
+        what = f"{op.type!r}{op.at} draws numbers for its examples by a key that it makes within"
+        yield Difference(
+            f"{what} of what is the same for all",
+            "All draw the same numbers",
+            "Give it a typed key that is made outside: jax.random.key(seed), not jax.random.PRNGKey(seed).",
+        )
+
+
+def _may_be_seed(v: Variable, follows: Follows) -> bool:
+    """Whether each example may have a seed of its own in it."""
+    return follows.kind is How.ROWS and not v.is_float and v.dtype != bool

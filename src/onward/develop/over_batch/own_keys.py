@@ -16,11 +16,11 @@ from onward.core.walk import descendants
 
 
 def draws_for_examples(op: Op, whole: Op) -> bool:
-    """Whether an op of a part draws fewer numbers from a key than the same op of the whole batch."""
-    if not any(v.is_key for v in op.inputs):
-        return False
+    """Whether an op of a part draws fewer numbers than the same op of the whole batch, or splits a key so."""
+    splits = all(v.is_key for v in op.inputs)
     pairs = zip(op.body.calls_within, whole.body.calls_within, strict=False)
-    return any(of(mine.primitive).draws and mine.results != theirs.results for mine, theirs in pairs)
+    rows = ((of(mine.primitive), mine.results != theirs.results) for mine, theirs in pairs)
+    return any((row.draws or (splits and row.makes_keys)) and is_fewer for row, is_fewer in rows)
 
 
 def folded(keys: Any, number: Any) -> list[Any]:

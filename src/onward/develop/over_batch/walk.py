@@ -226,6 +226,8 @@ class Follower(BatchWalk):
             return [Follows(How.SAME, power) if v in self.equal else OWN for v in op.outputs]
         if draws_for_examples(op, other):
             self.result.drawn.update(op.outputs)
+            if not any(v.is_key for v in op.inputs):
+                self.result.hidden_draws.append(op)
         calls = list(op.body.calls)
         if len(calls) != 1:
             return [self.by_shape(v, OWN) for v in op.outputs]

@@ -75,11 +75,17 @@ def stages_by_name(turn: Program, ahead: Collection[Op], stages: int, homes: Map
         turn: forward and backward pass of a micro-batch.
         ahead: the ops that belong to no stage.
         stages: how many.
-        homes: of what a loop of the stage makes there may be none; it stands where it is first read.
+        homes: of what a loop of the stage makes there may be none; it stands where it is first read, as does
+            what a loop over random keys makes for all stages.
     """
+    fed = descendants(turn, turn.inputs)
     forward = (op for op in turn.ops if op.made_by is Pass.FORWARD and op not in ahead)
     known = ((op, [homes[v.name] for v in op.outputs if v.name in homes]) for op in forward)
-    found = {op: min(places) for op, places in known if places}
+    found = {
+        op: min(places)
+        for op, places in known
+        if len(places) == len(op.outputs) or (places and not fed.isdisjoint(op.outputs))
+    }
     place_forward(turn, ahead, found)
     _place_backward(turn, ahead, found, stages)
     return found

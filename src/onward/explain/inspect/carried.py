@@ -21,7 +21,6 @@ from onward.explain.inspect.call import CalledStep
 from onward.explain.inspect.flow import Provenance
 from onward.explain.inspect.parts import TreePart
 
-_NOTHING = jax.tree.structure(None)
 Pair = tuple[TreePart, TreePart]
 Choice = tuple[TreePart, list[TreePart]]
 
@@ -273,7 +272,7 @@ def carried_places(pairs: Sequence[Pair], call: CalledStep, returned: Any) -> fr
     """The places of the arguments that are carried on from step to step.
 
     One without arrays, such as the state of an optimizer that keeps nothing, is so beside others if the step
-    returns its containers.
+    returns its containers, which are not of Python alone: an empty tuple says nothing.
 
     Args:
         pairs: the results that replace arguments.
@@ -281,9 +280,15 @@ def carried_places(pairs: Sequence[Pair], call: CalledStep, returned: Any) -> fr
         returned: the containers of what it returns.
     """
     places = frozenset(argument.place for _, argument in pairs)
-    empty = {child for child in returned.children() if not child.num_leaves and child != _NOTHING}
+    empty = {child for child in returned.children() if not child.num_leaves and _says_something(child)}
     beside = (i for i, s in call.plain.items() if s.treedef in empty)
     return places.union(beside) if places else places
+
+
+def _says_something(treedef: Any) -> bool:
+    """Whether there is a container of somebody's own in it."""
+    kind, _ = treedef.node_data() or (None, None)
+    return kind not in (None, type(None), tuple, list, dict) or any(map(_says_something, treedef.children()))
 
 
 def without(structure: Structure, pairs: Sequence[Pair]) -> Structure:
