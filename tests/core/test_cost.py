@@ -275,6 +275,11 @@ def test_factorizations_by_their_leading_terms():
         assert expected in [flops(call) for call in body.calls]
 
 
+def test_a_sum_of_nothing_costs_nothing():
+    program = ow.trace(lambda x: jnp.sum(x[:, 1:], 1), jnp.ones((4, 1)))
+    assert [ow.cost(op).flops for op in program.ops if "sum" in op.type] == [0]
+
+
 @pytest.mark.parametrize("wrong", [3, jnp.sum, None])
 def test_no_program_and_no_op(wrong):
     for function in (ow.cost, ow.graph.homes, ow.draw):

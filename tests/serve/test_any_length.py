@@ -141,3 +141,11 @@ def test_what_was_compiled_for_a_length_long_ago_is_freed(
     for length in (1, 2, 1, 3):
         plan.run({"tokens": TOKENS[:1, :length], "mask": MASK[:1, :length]})
     assert [lengths for lengths, _ in plan._owned] == [(1,), (3,)]
+
+
+def test_a_file_traced_where_a_sum_is_over_nothing_is_loaded(tmp_path: Path) -> None:
+    params = {"table": jnp.asarray(TABLE)}
+    program = ow.trace(lambda p, tokens: p["table"][tokens][:, 1:].sum(1), params, TOKENS[:, :1])
+    path = ow.save(ow.Model(program, params), tmp_path / "short.model", shapes={"tokens": ("b", "t")})
+    out = ow.Evaluator(ow.load(path)).forward(tokens=TOKENS[:2])
+    np.testing.assert_allclose(out.value, 6 * TABLE[[1, 1]], rtol=1e-5)

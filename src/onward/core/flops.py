@@ -99,7 +99,8 @@ def _power(call: Call) -> int:
 
 
 def _reduction(call: Call) -> int:
-    return _first(call) - _results(call)
+    """One less than there are numbers, for each result; nothing for a result of no numbers."""
+    return max(_first(call) - _results(call), 0)
 
 
 def _windows(call: Call) -> int:
