@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import urllib.error
 import urllib.request
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -136,11 +138,25 @@ def test_a_length_that_is_the_number_of_examples_is_told_as_such(tmp_path: Path)
 def test_what_was_compiled_for_a_length_long_ago_is_freed(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("onward.serve.endpoint.plan._MOST_LENGTHS", 2)
+    monkeypatch.setattr("onward.serve.endpoint.compiled.MOST_LENGTHS", 2)
     plan = RequestPlan.of(ow.load(file), ())
     for length in (1, 2, 1, 3):
         plan.run({"tokens": TOKENS[:1, :length], "mask": MASK[:1, :length]})
-    assert [lengths for lengths, _ in plan._owned] == [(1,), (3,)]
+    kept = plan._compiled
+    assert [((n,), (n,)) in kept for n in (1, 2, 3)] == [True, False, True]
+
+
+def test_parameters_that_were_replaced_are_freed(file: Path) -> None:
+    model = ow.load(file)
+    plan = RequestPlan.of(model, ())
+    name, seen = model.topology.parameters[0].name, []
+    for length in (1, 2, 3):
+        model.replace({name: length * TABLE})
+        seen.append(weakref.ref(model[name]))
+        _, total = plan.run({"tokens": TOKENS[:1, :length], "mask": MASK[:1, :length]})
+        np.testing.assert_allclose(total, length * np.tanh(length * TABLE[[1]]), rtol=1e-5)
+    gc.collect()
+    assert [ref() is None for ref in seen] == [True, True, False]
 
 
 def test_a_file_traced_where_a_sum_is_over_nothing_is_loaded(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 endpoint   what a person makes: an application, and how it is started, reloaded and ended
 source     where the model comes from: an object or a file
 plan       one way of asking a model: what goes in, what comes out, whether requests may be joined
+compiled   what was compiled for the lengths that were asked for last
 probe      tries a model on made-up data: which batch sizes it takes, whether examples stay apart
 batcher    the thread that computes; what waits, and when it goes
 npy        arrays from bytes that nobody vouches for

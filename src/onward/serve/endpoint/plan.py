@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -26,11 +26,11 @@ from onward.develop.batch import WEIGHT, batch_names
 from onward.execute.feeds import Feeds, data_names
 from onward.fit.evaluator import Evaluator
 from onward.fit.model import EvaluationRequest, Model
+from onward.serve.endpoint.compiled import CompiledByLengths, Lengths
 from onward.serve.export.variant import Loaded
 
 Arrays = Mapping[str, np.ndarray]
 ROWS = "n"
-_MOST_LENGTHS = 64  # each is compiled for every batch size, which takes memory
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,6 @@ class RequestPlan:
     inputs: tuple[Input, ...]
     feeds: Feeds
     shapes: Mapping[str, tuple[int | str, ...]]
-    _owned: dict[Any, Model] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, model: Model, fetch: Iterable[str]) -> RequestPlan:
@@ -115,7 +114,7 @@ class RequestPlan:
         return ", ".join(map(str, self.inputs)) or "nothing"
 
     @cached_property
-    def lengths(self) -> tuple[int, ...]:
+    def batch_sizes(self) -> tuple[int, ...]:
         """How many examples the model's file takes, in ascending order; nothing if it takes any number."""
         recipe = self.model.test_program.recipe
         origin = recipe.origin if recipe is not None else None
@@ -131,26 +130,17 @@ class RequestPlan:
 
     def run(self, feed: Arrays) -> list[np.ndarray]:
         """Compute on arrays of the right names, shapes and dtypes, with an Evaluator made for the purpose."""
-        own = self._own(feed)
-        own.publish(self.model.together)
-        out = Evaluator(own, self.fetch).forward(**self._arguments(feed))
+        model = self._compiled.model_for(self.lengths_of(feed))
+        out = Evaluator(model, self.fetch).forward(**self._arguments(feed))
         return [np.asarray(out[name]) for name in self.fetch]
 
-    def _own(self, feed: Arrays) -> Model:
-        """The model with a memory of its own for these lengths: what is compiled is freed with it."""
-        lengths = tuple(feed[x.name].shape[x.batched :] for x in self.inputs)
-        own = self._owned.pop(lengths, None) or self._copied()
-        self._owned[lengths] = own  # what was asked last stands last
-        if len(self._owned) > _MOST_LENGTHS:
-            del self._owned[next(iter(self._owned))]
-        return own
+    def lengths_of(self, feed: Arrays) -> Lengths:
+        """The lengths of each input but for the number of examples."""
+        return tuple(feed[x.name].shape[x.batched :] for x in self.inputs)
 
-    def _copied(self) -> Model:
-        state = self.model.state
-        values = dict(zip(state.layout.variables, state.values, strict=True))
-        own = Model.of(self.model.topology, values, self.model.about)
-        own.once("test", lambda: self.model.test_program)
-        return own
+    @cached_property
+    def _compiled(self) -> CompiledByLengths:
+        return CompiledByLengths(self.model)
 
     def _arguments(self, feed: Arrays) -> Mapping[str, Any]:
         """The data arguments that the inputs are part of, in their containers."""
@@ -183,6 +173,7 @@ def _shapes(program: Program, split: tuple[str, ...]) -> Mapping[str, tuple[int 
     rows = {shapes[name][0] for name in split if ROWS not in chain(*free.values())}
 
     def is_rows(axis: int, length: int | str) -> bool:
+        """Whether it is the number of examples: a word is, along any axis; a number only along the first."""
         return length in rows and (isinstance(length, str) or not axis)
 
     return {

@@ -81,13 +81,13 @@ def probe(plan: RequestPlan, most: int, join: bool = True) -> Joining:
         raise failed
     sizes = tuple(sorted(found))
     alone = _why_alone(plan, trial, sizes, found) if join else "requests are not to be joined"
-    return Joining(sizes, alone, bool(plan.lengths))
+    return Joining(sizes, alone, bool(plan.batch_sizes))
 
 
 def _sizes(plan: RequestPlan, most: int) -> list[int]:
     """Powers of two up to the largest, that one, and the traced size; or what the file holds."""
-    if plan.lengths:
-        return [n for n in plan.lengths if n <= most] or [plan.lengths[0]]
+    if plan.batch_sizes:
+        return [n for n in plan.batch_sizes if n <= most] or [plan.batch_sizes[0]]
     powers = {2**n for n in range(most.bit_length())}
     traced = {x.variable.shape[0] for x in plan.inputs if x.batched}
     return sorted(size for size in {*powers, most, *traced} if 0 < size <= most)
