@@ -8,6 +8,8 @@ import urllib.error
 import urllib.request
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,9 @@ from onward.serve.endpoint.batcher import Job, choose
 from onward.serve.endpoint.bodies import rows_of
 from onward.serve.endpoint.openapi import openapi
 from onward.serve.endpoint.plan import RequestPlan
-from onward.serve.endpoint.probe import probe
+from onward.serve.endpoint.probe import Joining, probe
 from onward.serve.endpoint.refusal import Refusal
+from onward.serve.endpoint.trials import LengthTrials
 
 TABLE = np.random.default_rng(0).normal(size=(11, 3)).astype("float32")
 TOKENS, MASK = np.ones((4, 7), "int32"), np.ones((4, 7), "float32")
@@ -108,6 +111,84 @@ def test_only_requests_of_equal_lengths_are_joined(file: Path) -> None:
 
     waiting = [job(3), job(5), job(3)]
     assert choose(waiting) == [waiting[0], waiting[2]]
+
+
+def late(params: Any, tokens: Any) -> Any:
+    """Examples see each other at places past the seventh, which the traced ones do not have."""
+    rows = params["table"][tokens]
+    seen = (jnp.arange(tokens.shape[1]) >= 7)[:, None] * rows.mean(0, keepdims=True)
+    return (rows - seen).sum(1)
+
+
+@pytest.fixture(scope="module")
+def late_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    params = {"table": jnp.asarray(TABLE)}
+    model = ow.Model(ow.trace(late, params, TOKENS), params)
+    return ow.save(model, tmp_path_factory.mktemp("late") / "late.model", shapes={"tokens": ("b", "t")})
+
+
+def test_each_length_is_tried_before_requests_of_it_are_joined(late_file: Path) -> None:
+    plan = RequestPlan.of(ow.load(late_file), ())
+    traced = probe(plan, 2)
+    assert not traced.alone
+    trials, submitted = LengthTrials(plan, traced), []
+
+    def submit(trial: Any) -> Any:
+        future: Future[Any] = Future()
+        submitted.append((trial, future))
+        return future
+
+    def asked_for(length: int, answer: Any, rows: int = 1) -> Any:
+        feed = {"tokens": np.ones((rows, length), "int32")}
+        return trials.joining(feed, rows, answer, submit).result(0)
+
+    assert asked_for(7, Future()) == traced
+    for length, found in ((5, ""), (12, "depends on the other examples of its batch")):
+        first, second = Future(), Future()
+        assert "not tried yet" in asked_for(length, first).alone
+        assert not submitted, "who is alone needs no trial"
+        assert "not tried yet" in asked_for(length, second).alone, "the first is not answered yet"
+        assert "not tried yet" in asked_for(9, second, rows=3).alone
+        assert len(submitted) == 1, "another length is being tried"
+        trial, future = submitted.pop()
+        future.set_result(trial())
+        assert found in asked_for(length, Future()).alone
+        assert bool(asked_for(length, Future()).alone) == bool(found)
+    asked_for(10, Future(), rows=3)
+    assert len(submitted) == 1, "a row would be added"
+
+
+def test_a_length_that_is_not_tried_yet_joins_no_other_request(file: Path) -> None:
+    plan = RequestPlan.of(ow.load(file), ())
+    feed = {"tokens": TOKENS[:1], "mask": MASK[:1]}
+    joinings = Joining((1, 2, 4), "not tried yet"), Joining((1, 2, 4)), Joining((1, 2, 4))
+    waiting = [Job(plan, joining, feed, 1, None, None) for joining in joinings]  # type: ignore[arg-type]
+    assert choose(waiting) == waiting[:1]
+    assert choose(waiting[1:] + waiting[:1]) == waiting[1:]
+
+
+def test_examples_that_meet_in_long_texts_alone_are_answered_right(late_file: Path) -> None:
+    def error(url: str, seed: int, length: int) -> float:
+        tokens = np.random.default_rng(seed).integers(0, 11, (1, length))
+        status, found = asked(url, "/predict", tokens=tokens)
+        assert status == 200
+        (answer,) = found.values()
+        return float(np.abs(answer - np.asarray(late({"table": TABLE}, tokens))).max())
+
+    with ow.Endpoint(late_file, max_batch=4, latency=0.05).running() as url, ThreadPoolExecutor(8) as pool:
+        for length in (5, 12):
+            errors = pool.map(partial(error, url, length=length), range(24))
+            assert max(errors) < 1e-4
+
+
+def test_a_file_of_one_batch_size_is_tried_before_it_is_padded(tmp_path: Path) -> None:
+    params = {"table": jnp.asarray(TABLE)}
+    program = ow.trace(lambda p, tokens: p["table"][tokens].sum(1), params, TOKENS)
+    path = ow.save(ow.Model(program, params), tmp_path / "four.model", shapes={"tokens": (4, "t")})
+    with ow.Endpoint(path, max_batch=4).running() as url:
+        status, found = asked(url, "/predict", tokens=np.ones((1, 9), int))
+    assert status == 200
+    np.testing.assert_allclose(*found.values(), 9 * TABLE[[1]], rtol=1e-5)
 
 
 def test_the_document_for_programs_leaves_free_lengths_open(file: Path) -> None:

@@ -5,6 +5,7 @@ source     where the model comes from: an object or a file
 plan       one way of asking a model: what goes in, what comes out, whether requests may be joined
 compiled   what was compiled for the lengths that were asked for last
 probe      tries a model on made-up data: which batch sizes it takes, whether examples stay apart
+trials     whether examples stay apart at other lengths than the traced ones
 batcher    the thread that computes; what waits, and when it goes
 npy        arrays from bytes that nobody vouches for
 bodies     a request's body becomes arrays, or a sentence that says what is wrong

@@ -49,7 +49,7 @@ class Job:
 
     def joins(self, other: Job) -> bool:
         """Whether it may be computed together with another: examples of a batch are of the same lengths."""
-        if self.plan is not other.plan or self.joining.alone:
+        if self.plan is not other.plan or self.joining != other.joining or self.joining.alone:
             return False
         return all(x.shape[1:] == other.feed[name].shape[1:] for name, x in self.feed.items())
 

@@ -1,4 +1,4 @@
-"""What was compiled of a Model, kept for the lengths that were asked for last.
+"""The compiled computations of a Model, kept for the lengths that were asked for last.
 
 A Model remembers what is compiled for it, for every length there ever was. Here each length has a memory of
 its own, which is forgotten with it. It holds no parameters: they are those of the served model, as they are

@@ -139,6 +139,11 @@ class RequestPlan:
         return tuple(feed[x.name].shape[x.batched :] for x in self.inputs)
 
     @cached_property
+    def traced_lengths(self) -> Lengths:
+        """Those lengths as they were traced."""
+        return tuple(x.variable.shape[x.batched :] for x in self.inputs)
+
+    @cached_property
     def _compiled(self) -> CompiledByLengths:
         return CompiledByLengths(self.model)
 

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from onward.core.errors import OnwardError
+from onward.serve.endpoint.compiled import Lengths
 from onward.serve.endpoint.plan import Arrays, Input, RequestPlan
 
 LOG = logging.getLogger("onward.serve")
@@ -57,20 +58,21 @@ class Joining:
         )
 
 
-def probe(plan: RequestPlan, most: int, join: bool = True) -> Joining:
+def probe(plan: RequestPlan, most: int, join: bool = True, lengths: Lengths | None = None) -> Joining:
     """Compile a plan for the batch sizes up to the largest, and find whether requests may be joined.
 
     Args:
         plan: what is tried.
         most: examples in a batch at most.
         join: whether they should be joined where they may.
+        lengths: those of each input but for the number of examples; those that were traced unless given.
 
     Raises:
         OnwardError: the model takes no batch of any size.
     """
     found: dict[int, list[np.ndarray]] = {}
     sizes = tuple(_sizes(plan, most))
-    trial = _Trial(plan, sizes[-1])
+    trial = _Trial(plan, sizes[-1], plan.traced_lengths if lengths is None else lengths)
     failed: Exception | None = None
     for size in sizes:
         try:
@@ -159,10 +161,12 @@ def _close(a: np.ndarray, b: np.ndarray, tolerances: tuple[float, float]) -> boo
 class _Trial:
     """Made-up examples: every second one is looked at, those between are its neighbours."""
 
-    def __init__(self, plan: RequestPlan, most: int) -> None:
+    def __init__(self, plan: RequestPlan, most: int, lengths: Lengths) -> None:
         self.plan = plan
         self._rows = {
-            (x.name, kind): _numbers(plan, x, most, kind) for x in plan.inputs for kind in ("usual", *_KINDS)
+            (x.name, kind): _numbers(plan, x, (most, *shape) if x.batched else shape, kind)
+            for x, shape in zip(plan.inputs, lengths, strict=True)
+            for kind in ("usual", *_KINDS)
         }
 
     def run(self, size: int, *, moved: bool = False) -> list[Any]:
@@ -203,10 +207,9 @@ _KINDS: Mapping[str, Callable[[Any], Any]] = {
 """Neighbours that show what a sum, a maximum or a comparison over the batch does."""
 
 
-def _numbers(plan: RequestPlan, x: Input, rows: int, kind: str) -> np.ndarray:
+def _numbers(plan: RequestPlan, x: Input, shape: tuple[int, ...], kind: str) -> np.ndarray:
     """Numbers of a kind; the usual ones go from 0 on, so that logarithms and roots are defined."""
     random = np.random.default_rng(sorted(("usual", *_KINDS)).index(kind))
-    shape = (rows, *x.variable.shape[1:]) if x.batched else x.variable.shape
     if jax.numpy.issubdtype(x.variable.dtype, jax.numpy.floating):
         drawn = random.uniform(size=shape) if kind == "usual" else _KINDS[kind](random.normal(size=shape))
     else:

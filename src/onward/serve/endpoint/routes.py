@@ -6,9 +6,10 @@ import asyncio
 import hmac
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from time import monotonic
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
 from onward.core.errors import OnwardError, UnknownNameError, nearest
@@ -26,6 +27,7 @@ from onward.serve.endpoint.server import is_known_host
 from onward.serve.endpoint.service import ModelService
 
 LOG = logging.getLogger("onward.serve")
+T = TypeVar("T")
 _SOON = 0.05  # seconds before it is looked whether the client is still there
 _COPIES = 3  # of its arrays that a request has: as read, in the batch, on the device
 _FOREIGN = (
@@ -128,7 +130,7 @@ class Routes:
             form = form_of(request.headers.get("accept", ""), len(ready.plan.fetch))
             if NPZ in media_type:  # it may be packed
                 part.need(need_of(min(self.endpoint.max_body, 1032 * len(body)), media_type))
-            job = await self._job(body, media_type, ready)
+            job = await self._job(body, media_type, served, ready)
             del body
             part.need(_COPIES * sum(x.nbytes for x in job.feed.values()))
             self.endpoint.batcher.put(job)
@@ -163,6 +165,10 @@ class Routes:
             future = served.ask(names)
         except UnknownNameError:
             raise Refusal(404, _unknown(served, names)) from None
+        return await self._awaited(future)
+
+    async def _awaited(self, future: Future[T]) -> T:
+        """The outcome of a future that something is compiled for, if it is there in time."""
         try:
             if future.done():
                 return future.result()
@@ -173,7 +179,7 @@ class Routes:
         except OnwardError as error:
             raise Refusal(422, str(error)) from None
 
-    async def _job(self, body: bytes, media_type: str, ready: Ready) -> Job:
+    async def _job(self, body: bytes, media_type: str, served: Served, ready: Ready) -> Job:
         plan, arguments = ready.plan, (body, media_type, ready.plan, self.endpoint.max_body)
         feed = read(*arguments) if len(body) < LARGE else await asyncio.to_thread(read, *arguments)
         rows, most = rows_of(feed, plan), ready.joining.most
@@ -181,10 +187,12 @@ class Routes:
             raise Refusal(
                 413, f"There are {rows} examples; a request may hold {most}. Send several requests."
             )
-        if why := ready.joining.refused(rows):
-            raise Refusal(422, why)
         loop = asyncio.get_running_loop()
-        return Job(plan, ready.joining, feed, rows, loop, loop.create_future())
+        answer = loop.create_future()
+        joining = await self._awaited(ready.trials.joining(feed, rows, answer, served.tried))
+        if why := joining.refused(rows):
+            raise Refusal(422, why)
+        return Job(plan, joining, feed, rows, loop, answer)
 
     async def _computed(self, job: Job, request: Any) -> Any:
         """The outcome, unless it takes too long or the client goes away."""

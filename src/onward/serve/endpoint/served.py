@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Lock
@@ -12,16 +12,18 @@ from onward.serve.endpoint.plan import RequestPlan
 from onward.serve.endpoint.probe import Joining, probe
 from onward.serve.endpoint.refusal import later
 from onward.serve.endpoint.source import OpenedModel
+from onward.serve.endpoint.trials import LengthTrials
 
 _MOST_WAYS = 64  # each is compiled for every batch size, which takes memory
 
 
 @dataclass(frozen=True)
 class Ready:
-    """A plan that is compiled, and how requests for it may be joined."""
+    """A plan that is compiled, and how requests may be joined: at the traced lengths, and at others."""
 
     plan: RequestPlan
     joining: Joining
+    trials: LengthTrials
 
 
 class Served:
@@ -60,6 +62,11 @@ class Served:
             self._asked[fetch] = known
             return known
 
+    def tried(self, trial: Callable[[], Joining]) -> Future[Joining]:
+        """A future of what a trial finds, which runs when what was asked for before is compiled."""
+        with self._lock:
+            return self._preparer.submit(trial)
+
     def close(self) -> None:
         """Compile nothing more of what waits to be; what is asked later is compiled again."""
         with self._lock:
@@ -91,7 +98,8 @@ class Served:
 
     def _prepared(self, fetch: tuple[str, ...]) -> Ready:
         plan = self.plan if fetch == self.plan.fetch else RequestPlan.of(self.source.model, fetch)
-        return Ready(plan, probe(plan, self.most, self.join))
+        joining = probe(plan, self.most, self.join)
+        return Ready(plan, joining, LengthTrials(plan, joining))
 
 
 def _types(plan: RequestPlan) -> str:
