@@ -100,6 +100,12 @@ def test_lengths_that_do_not_fit_are_refused_in_words(
     assert sentence in said
 
 
+def test_another_dtype_is_refused_without_the_traced_lengths(url: str) -> None:
+    status, said = asked(url, "/predict", tokens=np.full((2, 3), 0.5), mask=np.ones((2, 3)))
+    assert status == 422
+    assert said == "'tokens' is float64[2, 3]; expected int32[n,t]. Convert it, array.astype('int32')."
+
+
 def test_only_requests_of_equal_lengths_are_joined(file: Path) -> None:
     plan = RequestPlan.of(ow.load(file), ())
     joining = probe(plan, 4)

@@ -159,6 +159,8 @@ def _surplus(name: str, plan: RequestPlan) -> str:
 
 def _converted(given: Mapping[str, Any], plan: RequestPlan) -> Arrays:
     values = [_array(x, given[x.name], plan) for x in plan.inputs]
+    for x, value in zip(plan.inputs, values, strict=True):
+        _expect_dtype(x, value)
     try:
         arrays = [np.asarray(x) for x in plan.feeds.convert(values)]
         plan.feeds.check_bounds(arrays)
@@ -184,6 +186,16 @@ def _expect_shape(x: Input, found: tuple[int, ...], plan: RequestPlan) -> None:
     advice = " It lacks the axis of the examples: one example is sent as [example]." * lacks
     shown = str(list(found))[:80]
     raise Refusal(422, f"{x.name!r} has the shape {shown}.{advice} Expected: {plan.expected}.")
+
+
+def _expect_dtype(x: Input, value: np.ndarray) -> None:
+    """Refuse another dtype; ``Feeds`` would as well, but would name the lengths that were traced."""
+    if jax.dtypes.canonicalize_dtype(value.dtype) != x.variable.dtype:
+        found = f"{value.dtype}{list(value.shape)}"
+        raise Refusal(
+            422,
+            f"{x.name!r} is {found}; expected {x.type}. Convert it, array.astype('{x.variable.dtype}').",
+        )
 
 
 def _flat(x: Input, value: Any, plan: RequestPlan) -> tuple[tuple[int, ...], list[Any]]:
@@ -216,8 +228,10 @@ def _listed(x: Input, leaves: list[Any], plan: RequestPlan) -> np.ndarray:
     try:
         array = np.asarray(leaves)
     except OverflowError:
+        array = np.asarray(leaves, object)
+    if array.dtype == object:
         sentence = f"{x.name!r} holds a number which no array can hold. Expected: {plan.expected}."
-        raise Refusal(422, sentence) from None
+        raise Refusal(422, sentence)
     if array.dtype.kind == "f" and not np.isfinite(array).all():
         raise Refusal(422, f"{x.name!r} holds a number beyond what {x.variable.dtype} can hold.")
     if array.dtype.kind not in "bi" or not jax.numpy.issubdtype(x.variable.dtype, np.number):

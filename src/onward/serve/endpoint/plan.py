@@ -63,8 +63,13 @@ class Input:
         fits = all(found > 0 if isinstance(n, str) else found == n for n, found in lengths)
         return len(shape) == len(self.shape) and fits
 
+    @property
+    def type(self) -> str:
+        """Its dtype and shape, in words."""
+        return f"{self.variable.dtype}[{','.join(map(str, self.shape))}]"
+
     def __str__(self) -> str:
-        return f"{self.name} {self.variable.dtype}[{','.join(map(str, self.shape))}]"
+        return f"{self.name} {self.type}"
 
 
 @dataclass(frozen=True, eq=False)
