@@ -202,13 +202,13 @@ def test_an_inner_loss_is_none_of_the_step():
     assert (program.loss, program.losses) == (program.outputs[0], {})
 
 
-def halves(x, y):
+def two_batches(x, y):
     return (x[:8], y[:8]), (x[8:], y[8:])
 
 
 def by_hand(params, opt_state, x, y):
     total, loss = jax.tree.map(jnp.zeros_like, params), 0.0
-    for batch in halves(x, y):
+    for batch in two_batches(x, y):
         value, gradients = jax.value_and_grad(mse)(params, *batch)
         total, loss = jax.tree.map(jnp.add, total, gradients), loss + value
     updates, opt_state = ADAM.update(jax.tree.map(lambda g: g / 2, total), opt_state)
@@ -237,14 +237,14 @@ def test_gradients_that_are_added_up_by_hand(step):
 
 def test_losses_of_micro_batches_that_are_not_returned():
     def step(params, x, y):
-        first, second = (jax.grad(mse)(params, *batch) for batch in halves(x, y))
+        first, second = (jax.grad(mse)(params, *batch) for batch in two_batches(x, y))
         return descend(params, jax.tree.map(jnp.add, first, second))
 
     params = layers(4, 8, 1)
     program = ow.inspect(step, params, X, Y)
     assert program.loss is None
     values = [value_of(program, v, params, X, Y) for v in program.losses]
-    np.testing.assert_allclose(values, [mse(params, *batch) for batch in halves(X, Y)], rtol=1e-5)
+    np.testing.assert_allclose(values, [mse(params, *batch) for batch in two_batches(X, Y)], rtol=1e-5)
     assert {len(ps) for ps in program.losses.values()} == {4}
 
 

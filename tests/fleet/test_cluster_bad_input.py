@@ -14,7 +14,7 @@ from tests.fleet.on_threads import WAIT
 import onward as ow
 from onward.core import extras
 from onward.core.traces import Traces
-from onward.develop.over_batch.loss import halves
+from onward.develop.over_batch.loss import two_batches
 from onward.fleet.modes import as_mode
 from onward.fleet.train import _sums
 
@@ -198,13 +198,13 @@ def test_a_loss_that_is_neither_sum_nor_mean_matters_where_gradients_are_merged(
     sync, free = (as_mode(word) for word in ("sync", "async"))
     assert not any(
         (
-            _sums(program, halves(program), None, 1, sync),
-            _sums(program, halves(program), None, 2, free),
+            _sums(program, two_batches(program), None, 1, sync),
+            _sums(program, two_batches(program), None, 2, free),
             list(recwarn),
         )
     )
     with pytest.warns(UserWarning, match=r"neither a mean .* over trainers .*merge=Average\(\) says"):
-        _sums(program, halves(program), None, 2, sync)
+        _sums(program, two_batches(program), None, 2, sync)
 
 
 @pytest.mark.parametrize(
@@ -217,11 +217,11 @@ def test_a_loss_that_is_neither_sum_nor_mean_matters_where_gradients_are_merged(
 )
 def test_examples_that_trainers_miss_are_warned_of_in_rounds(loss, why, recwarn):
     program = ow.SGD(0.1).minimize(loss, np.eye(3, dtype="float32"), np.ones((4, 3), "float32"))
-    _sums(program, halves(program), None, 2, as_mode("async"))
-    _sums(program, halves(program), ow.Average(), 2, as_mode("sync"))
+    _sums(program, two_batches(program), None, 2, as_mode("async"))
+    _sums(program, two_batches(program), ow.Average(), 2, as_mode("sync"))
     assert not list(recwarn)
     with pytest.warns(UserWarning, match=f"{why}.* each of 2 trainers has only its own.*merge=Average"):
-        _sums(program, halves(program), None, 2, as_mode("sync"))
+        _sums(program, two_batches(program), None, 2, as_mode("sync"))
 
 
 CARRIED = {
@@ -241,7 +241,7 @@ def test_state_that_is_no_mean_over_trainers_is_warned_of(name):
     )
     for mode, kept in (("sync", "their mean"), ("async", "the last one to send")):
         with pytest.warns(UserWarning, match=f"the state 's' .* mean over trainers, and .*{kept}"):
-            _sums(program, halves(program), None, 2, as_mode(mode))
+            _sums(program, two_batches(program), None, 2, as_mode(mode))
 
 
 def test_a_function_of_one_length_is_told_of_in_rounds():
@@ -249,8 +249,8 @@ def test_a_function_of_one_length_is_told_of_in_rounds():
         lambda w, x: jnp.mean(x.reshape(4, 3) @ w), np.ones(3, "float32"), np.ones((4, 3), "float32")
     )
     with pytest.warns(UserWarning, match="of twice as many examples .* the mean over trainers is taken"):
-        _sums(program, halves(program), None, 2, as_mode("sync"))
-    assert not _sums(program, halves(program), None, 2, as_mode("async"))
+        _sums(program, two_batches(program), None, 2, as_mode("sync"))
+    assert not _sums(program, two_batches(program), None, 2, as_mode("async"))
 
 
 def test_state_that_servers_have_as_one_device_is_not_warned_of(recwarn):
@@ -263,7 +263,7 @@ def test_state_that_servers_have_as_one_device_is_not_warned_of(recwarn):
     state = {"mean": np.zeros(3, "float32"), "steps": np.int32(0), "key": jax.random.key(0)}
     program = ow.SGD(0.1).minimize(loss, np.ones(3, "float32"), np.ones((4, 3), "float32"), state=state)
     for mode in ("sync", "async"):
-        _sums(program, halves(program), None, 2, as_mode(mode))
+        _sums(program, two_batches(program), None, 2, as_mode(mode))
     assert not list(recwarn)
 
 

@@ -28,7 +28,7 @@ from onward.distribute.merge import Devices
 
 
 class OfWholeBatch(NamedTuple):
-    """What is known of the forward Program of one device.
+    """The forward Program of one device, with the facts known about it.
 
     Attributes:
         program: it computes its share of what the whole batch gives.

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from onward.core.program import Program, Variable
 from onward.core.source import user_level
 from onward.develop.over_batch.known import SAME, Following, Follows, How
-from onward.develop.over_batch.loss import Halves, is_sum
+from onward.develop.over_batch.loss import TwoBatches, is_sum
 from onward.develop.over_batch.meeting import meetings, same_draws
 from onward.fleet.modes import Mode, Sync, in_rounds
 
 _MEANT = "merge=Average(), or Sum() for a sum over examples"
 
 
-def expect_as_one(program: Program, found: Halves | None, trainers: int, mode: Mode) -> bool:
+def expect_as_one(program: Program, found: TwoBatches | None, trainers: int, mode: Mode) -> bool:
     """Whether the gradients of trainers are to be added up, as those of a loss that is a sum.
 
     Args:

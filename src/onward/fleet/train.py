@@ -16,7 +16,7 @@ from onward.core.recipe import undone
 from onward.core.structure import describe
 from onward.core.walk import Where, listed, name_of
 from onward.develop.check_finite import check_finite as checked
-from onward.develop.over_batch.loss import Halves, halves
+from onward.develop.over_batch.loss import TwoBatches, two_batches
 from onward.develop.seam import forward_pass
 from onward.distribute.merge import Average, Merge, Sum
 from onward.distribute.replicate import replicate, replicated
@@ -148,7 +148,7 @@ def start(
     program = checked(program) if check_finite else program
     program, own = _on_devices(program, devices, merge)
     of_trainers = with_host_devices(trainer_options or {}, 0 if own is None else own.replicas.count)
-    found = halves(program) if trainers > 1 else None
+    found = two_batches(program) if trainers > 1 else None
     settings = Settings(
         trainers=trainers,
         servers=servers,
@@ -255,7 +255,7 @@ def _expect_values(program: Program, parameters: Any) -> None:
         )
 
 
-def _sums(program: Program, found: Halves | None, merge: Merge | None, trainers: int, mode: Mode) -> bool:
+def _sums(program: Program, found: TwoBatches | None, merge: Merge | None, trainers: int, mode: Mode) -> bool:
     """Whether servers add the gradients that they merge, and do not average them."""
     if merge is None:
         return trainers > 1 and expect_as_one(program, found, trainers, mode)

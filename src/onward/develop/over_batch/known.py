@@ -83,7 +83,7 @@ class Following:
         normalizing: ops that give the examples a statistic that the parts cannot have.
         bent: ops that are not linear in a statistic that the parts cannot have.
         drawn: what is made of a random key for each example, by ops that read the key.
-        hidden_draws: ops that draw for each example from what is no typed key to them.
+        hidden_draws: ops that draw for each example by a key that they make within.
         counted: ops that read a number of examples, in them or as a constant.
         within: for ops that run one Program, once or for each example, it and how its values follow.
         rules: ops in whose derivative rules examples see each other, and how.

@@ -47,7 +47,7 @@ def is_sum(part: Program, following: Following, otherwise: str, meant: str = "is
     return is_added
 
 
-class Halves(NamedTuple):
+class TwoBatches(NamedTuple):
     """A function for a batch as it is fed, beside two batches.
 
     Attributes:
@@ -61,15 +61,15 @@ class Halves(NamedTuple):
     split: tuple[str, ...]
 
 
-def halves(program: Program) -> Halves | None:
-    """What is known of a Program that is fed one of several batches; None if it takes no other length.
+def two_batches(program: Program) -> TwoBatches | None:
+    """A Program that is fed one of several batches, beside two of them; None if it takes no other length.
 
-    The batch is the first array, or else the first that may be longer: class weights are no examples.
+    The batch is the first array, or else the first that may be longer, where class weights stand before it.
 
     >>> import jax.numpy as jnp, onward as ow
     >>> def loss(w, rates, x):
     ...     return jnp.sum(rates * (x @ w) ** 2)
-    >>> found = halves(ow.trace(loss, jnp.ones((2, 3)), jnp.ones(3), jnp.ones((4, 2))))
+    >>> found = two_batches(ow.trace(loss, jnp.ones((2, 3)), jnp.ones(3), jnp.ones((4, 2))))
     >>> found.split, is_sum(found.part, found.following, "The mean is taken")
     (('x',), True)
     """
@@ -87,5 +87,5 @@ def halves(program: Program) -> Halves | None:
         except OnwardError:  # these take this length alone
             whole += [part[name] for name in split]
         else:
-            return Halves(part, follow(both, part, 2, split, lambda *_: False), split)
+            return TwoBatches(part, follow(both, part, 2, split, lambda *_: False), split)
     return None
