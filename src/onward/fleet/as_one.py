@@ -15,7 +15,7 @@ from onward.fleet.modes import Mode, Sync, in_rounds
 _MEANT = "merge=Average(), or Sum() for a sum over examples"
 
 
-def expect_as_one(program: Program, found: TwoBatches | None, trainers: int, mode: Mode) -> bool:
+def adds_up(program: Program, found: TwoBatches | None, trainers: int, mode: Mode) -> bool:
     """Whether the gradients of trainers are to be added up, as those of a loss that is a sum.
 
     Args:
@@ -57,14 +57,13 @@ def expect_as_one(program: Program, found: TwoBatches | None, trainers: int, mod
 
 
 def _left(part: Program, following: Following, meets: bool) -> Iterator[Variable]:
-    """The state that servers have otherwise than one device; without what ``meets``, where that is told."""
+    """The state that servers have otherwise than one device.
+
+    ``meets`` says that examples which see each other are told of already.
+    """
     for old, new in part.next_state.items():
         near, found = following.reaching(part, [new]), following.found[new]
-        is_mean = new.is_float and found == Follows(How.MEAN)
         is_told = meets and (near.mixing or near.normalizing)
-        if (
-            not is_told
-            and not new.is_key
-            and not ((found == SAME or is_mean) and following.is_known(part, new))
-        ):
+        is_kept = new.is_key or found == SAME or (new.is_float and found == Follows(How.MEAN))
+        if not is_told and not (is_kept and (new.is_key or following.is_known(part, new))):
             yield old

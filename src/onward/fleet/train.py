@@ -23,7 +23,7 @@ from onward.distribute.replicate import replicate, replicated
 from onward.distribute.split.devices import TrainerDevices
 from onward.execute.initialize import is_declared
 from onward.fit.model import Model
-from onward.fleet.as_one import expect_as_one
+from onward.fleet.as_one import adds_up
 from onward.fleet.engine import Engine
 from onward.fleet.keeper import Durability
 from onward.fleet.modes import Mode, Sync, as_mode
@@ -258,7 +258,7 @@ def _expect_values(program: Program, parameters: Any) -> None:
 def _sums(program: Program, found: TwoBatches | None, merge: Merge | None, trainers: int, mode: Mode) -> bool:
     """Whether servers add the gradients that they merge, and do not average them."""
     if merge is None:
-        return trainers > 1 and expect_as_one(program, found, trainers, mode)
+        return trainers > 1 and adds_up(program, found, trainers, mode)
     if type(merge) in (Average, Sum):
         return type(merge) is Sum
     raise ArgumentError(f"cluster: merge is {describe(merge)}; servers know Average() and Sum().")
