@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -58,7 +59,40 @@ def test_what_is_no_example_may_be_empty() -> None:
     training.train([(X, np.ones((0, 2), "float32"))], progress=False)
     assert training.step == 1
     with pytest.raises(ow.ArgumentError, match="'x' has 0 rows"):
-        training.update(X[:0], np.ones((3, 2), "float32"))
+        training.update(X[:0], np.ones((0, 2), "float32"))
+
+
+def of_graph(w: Any, graph: Any) -> Any:
+    return mean(w, graph["nodes"]) + jnp.sum(graph["edges"] @ w)
+
+
+def of_pairs(w: Any, positives: Any, negatives: Any) -> Any:
+    return jnp.sum(positives @ w) + mean(w, negatives)
+
+
+def test_what_comes_first_may_be_empty_where_other_data_has_rows() -> None:
+    graph = {"nodes": X, "edges": np.ones((3, 2), "float32")}
+    training = trainer(of_graph, graph)
+    training.train([({**graph, "edges": graph["edges"][:0]},)], progress=False)
+    assert np.isfinite(training.history["loss"]).all()
+    with pytest.raises(ow.ArgumentError, match="the batch is empty"):
+        training.train([({"nodes": X[:0], "edges": graph["edges"][:0]},)], progress=False)
+    training = trainer(of_pairs, X, X)
+    assert np.isfinite(training.update(X[:0], X).loss)
+
+
+def test_a_key_and_data_of_a_declared_length_make_no_batch() -> None:
+    def network() -> Any:
+        x = ow.data("x", (None, 2))
+        return jnp.mean((ow.layer.fc(x, 3) - ow.data("target", (3,))) ** 2)
+
+    training = ow.Trainer(ow.Model(network, seed=0), ow.SGD(0.1))
+    with pytest.raises(ow.ArgumentError, match="'x' has 0 rows"):
+        training.update(X[:0], np.zeros(3, "float32"))
+    key = np.zeros(2, "uint32")
+    training = trainer(lambda w, x, key: mean(w, x + jax.random.normal(key, ())), X, key)
+    with pytest.raises(ow.ArgumentError, match="'x' has 0 rows"):
+        training.update(X[:0], key)
 
 
 def test_an_empty_test_reader_is_named_before_anything_is_trained() -> None:

@@ -63,8 +63,8 @@ class Trainer(TrainerParts):
         """Train on one batch; ``out.loss`` is the loss before the update.
 
         Raises:
-            ArgumentError: data of the wrong name, number, shape or dtype, or without an example. Nothing is
-                changed then.
+            ArgumentError: data of the wrong name, number, shape or dtype, or without an example, whatever the
+                loss is. Nothing is changed then.
         """
         self.examples.expect_some({**dict(zip(self.names, data, strict=False)), **feed})
         with self.model.lock, Interruptible() as interrupts, interrupts.uninterrupted:
