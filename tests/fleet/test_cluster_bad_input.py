@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tests.fleet.hosting import Threads
-from tests.fleet.on_threads import WAIT
+from tests.fleet.on_threads import WAIT, trained
 
 import onward as ow
 from onward.core import extras
@@ -297,7 +297,7 @@ def ending(batch, with_what):
     return read
 
 
-NARROW = (X[:4, :4], Y[:4])
+NARROW, EMPTY = (X[:4, :4], Y[:4]), (X[:0], Y[:0])
 RAISED = (
     "The reader of trainer {} raised RuntimeError: the disk is gone. The reader raised this in epoch 0 at "
     "batch {}"
@@ -322,6 +322,14 @@ LATER = {
     "one array, local": (
         {"reader": ending(7, X[:4]), "mode": LOCAL},
         r"Trainer 1, batch 3 \(counted from 0\): The reader yielded a batch of",
+    ),
+    "no examples": (
+        {"reader": ending(5, EMPTY)},
+        r"Trainer 1, batch 2 \(counted from 0\): 'x' has 0 rows: the batch is empty",
+    ),
+    "no examples, local": (
+        {"reader": ending(7, EMPTY), "mode": LOCAL},
+        r"Trainer 1, batch 3 \(counted from 0\): 'x' has 0 rows: the batch is empty",
     ),
     "empty": (
         {"reader": list},
@@ -351,6 +359,14 @@ def test_refused_by_servers_and_trainers(case):
     error = refused(Threads(), **options)
     assert type(error) is ow.ClusterError
     assert re.search(text, str(error)), error
+
+
+def test_a_sum_over_no_examples_is_trained_on_where_it_is_asked_for():
+    program = ow.SGD(0.1).minimize(ow.trace(lambda w, x: jnp.sum((x @ w) ** 2), FIRST["w"], X[:4]))
+    options = {"parameters": FIRST["w"], "trainers": 1, "check": False}
+    run = trained(program, [(X[:4],), (X[:0],)], **options)
+    assert np.isfinite(run.model["w"]).all()
+    assert run.history["loss"][-1] == 0
 
 
 @pytest.mark.parametrize("mode", ["sync", LOCAL], ids=str)

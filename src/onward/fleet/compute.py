@@ -31,6 +31,7 @@ from onward.execute.portions import Portions
 from onward.execute.spread import By, Spread
 from onward.execute.state import State, stored
 from onward.fit.evaluator import as_feed, batch_size, metrics_of, scalars_of
+from onward.fit.examples import Examples
 from onward.fit.finite import check_numbers
 from onward.fleet.holding import Gradients, Values
 
@@ -110,7 +111,7 @@ class Gradient:
         cut: the graph.
         trainer: which trainer this is.
         given: values of state by name; it keeps what the graph reads and nobody replaces.
-        check: whether data and losses that are not finite end the training.
+        check: whether empty batches, and data and losses that are not finite, end the training.
         batch: the data whose length is the number of examples; None: the first.
     """
 
@@ -125,6 +126,7 @@ class Gradient:
         self.cut, self.trainer, self.check, self.batch = cut, trainer, check, batch
         self.feeds = Feeds(cut.forward)
         self.names = data_names(cut.forward)
+        self.examples = Examples(cut.source)
         self.state = {v.name: as_typed(jax.device_put(given[v.name]), v) for v in cut.trainer.state}
         self._cuts: dict[Key, Split] = {self._key(cut.forward.inputs): cut}
         self._runs: dict[Key, Callable[..., Any]] = {}
@@ -138,7 +140,7 @@ class Gradient:
     def _prepared(self, batch: Any, number: int) -> Prepared:
         fed = as_feed(batch, self.names)
         if self.check:
-            _expect_finite(fed)
+            _expect_sound(self.examples, fed)
         values = self.feeds.convert(self.feeds.read(self.feeds.named((), fed)))
         self.feeds.check_bounds(values)
         key = key_of(values)
@@ -256,8 +258,9 @@ def _portioned(program: Program, fed: Mapping[str, Any]) -> list[Any]:
     return portions.filled(values, portions.filling(values))
 
 
-def _expect_finite(fed: Mapping[str, Any]) -> None:
-    """Raise ``NonFiniteError`` for data that is NaN or infinite."""
+def _expect_sound(examples: Examples, fed: Mapping[str, Any]) -> None:
+    """Raise ``ArgumentError`` for an empty batch, ``NonFiniteError`` for data that is NaN or infinite."""
+    examples.expect_some(fed)
     try:
         check_numbers(fed)
     except ArgumentError as error:
@@ -315,7 +318,7 @@ class LocalSteps:
         cut: how the parameters are kept, and the differences sent.
         trainer: which trainer this is.
         given: the values of all state that is not initialized, by name.
-        check: whether data and losses that are not finite end the training.
+        check: whether empty batches, and data and losses that are not finite, end the training.
     """
 
     def __init__(
@@ -325,6 +328,7 @@ class LocalSteps:
         self.guarded = is_guarded(program)
         self.step = compile(program)
         self.names = data_names(program)
+        self.examples = Examples(program)
         layout = Layout.of(program)
         known = {v: stored(as_typed(given[v.name], v), v, v.name) for v in program.state if v.name in given}
         values = initialized(program, known, 0)
@@ -346,7 +350,7 @@ class LocalSteps:
             with _named(self.trainer, n):
                 fed.append(as_feed(one, self.names))
                 if self.check:
-                    _expect_finite(fed[-1])
+                    _expect_sound(self.examples, fed[-1])
         return Prepared(self.cut, {"batches": fed}, sum(map(batch_size, fed)), number=number)
 
     def run(self, prepared: Prepared, values: Sequence[Values]) -> BatchResult:

@@ -123,8 +123,9 @@ def start(
         trainer_options: of the Ray actors, such as ``{"num_gpus": 1}``.
         server_options: the same for servers.
         progress: whether to show a bar; None: in a terminal or a notebook.
-        check: refuse data that is NaN or infinite, and end before a step whose loss is: ``NonFiniteError``
-            names trainer and batch, and ``model`` has the parameters before it. ``guard`` leaves it out.
+        check: refuse an empty batch, and data that is NaN or infinite, and end before a step whose loss is:
+            ``NonFiniteError``, or for an empty batch ``ClusterError``, names trainer and batch, and ``model``
+            has the parameters before it. ``guard`` leaves such a step out.
         check_finite: end as well where a gradient is not finite, or what an update makes; see ``compile``.
         engine: an open ``cluster.Engine``, in place of ``address`` and ``token``: several trainings, one
             after the other, start Ray once.
