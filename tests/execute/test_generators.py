@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,56 @@ def of_the_module() -> Any:
     return [(X[RNG.permutation(4)],)]
 
 
+class Rows:
+    """A reader whose methods draw from the generators of modules."""
+
+    def __iter__(self) -> Any:
+        return iter([(X[np.random.permutation(4)],)])
+
+    def read(self) -> Any:
+        return [(X[RNG.permutation(4)],)]
+
+
+def by_default(rows: int, rng: Any = RNG) -> Any:
+    return [(X[rng.permutation(rows)],)]
+
+
+def inside() -> Any:
+    def drawn() -> Any:
+        order = list(range(4))
+        random.shuffle(order)
+        yield (X[order],)
+
+    return list(drawn())
+
+
+def anew(epoch: int) -> Any:
+    np.random.seed(epoch)
+    return [(X[np.random.permutation(4)],)]
+
+
+def of_the_same_name(epoch: int) -> Any:
+    class Settings:
+        RNG = 3
+
+    return [(X[: Settings.RNG],)]
+
+
+def assigned_later() -> Any:
+    def read() -> Any:
+        return [(X[: len(later)],)]
+
+    yield read
+    later = [1]
+
+
+class Broken:
+    """An object that cannot be looked at."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
 @pytest.mark.parametrize(
     ("reader", "name"),
     [
@@ -62,6 +113,18 @@ def of_the_module() -> Any:
         (Shuffler(random.Random(0)), "rng"),
         (closed_over(), "rng"),
         (of_the_module, "RNG"),
+        (lambda: np.random.permutation(4), "np.random.permutation"),
+        (Rows(), "np.random.permutation"),
+        (Rows().read, "RNG"),
+        (Shuffler(RNG).__iter__, "rng"),
+        (inside, "random.shuffle"),
+        (by_default, "rng"),
+        (partial(by_default, 4), "rng"),
+        (partial(lambda rows, order: order.permutation(rows), 4, RNG), "order"),
+        (anew, ""),
+        (of_the_same_name, ""),
+        (next(assigned_later()), ""),
+        (Shuffler(Broken()), ""),
         (Shuffler(None), ""),
         (Remembering(np.random.default_rng(0)), ""),
         (ToldTheEpoch(np.random.default_rng(0)), ""),

@@ -5,14 +5,19 @@
 ...     return rng.permutation(4)
 >>> untold_generator(shuffled)
 'rng'
+>>> untold_generator(lambda: np.random.permutation(4))
+'np.random.permutation'
 """
 
 from __future__ import annotations
 
+import dis
 import inspect
 import random
-from collections.abc import Mapping
-from types import FunctionType
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -27,14 +32,63 @@ def untold_generator(reader: Any) -> str:
 
     A reader with ``state_dict`` keeps it itself, and one with ``set_epoch`` is told what to begin from.
     """
-    if tells_where_it_stands(reader) or hasattr(reader, "set_epoch"):
-        return ""
-    return next((name for name, value in _held(reader).items() if isinstance(value, _KINDS)), "")
+    with suppress(Exception):  # readers can be anything, and a warning must not end a training
+        if not tells_where_it_stands(reader) and not hasattr(reader, "set_epoch"):
+            return next((name for name, value in _held(reader) if _draws(value)), "")
+    return ""
 
 
-def _held(reader: Any) -> Mapping[str, Any]:
-    """The attributes of an object by name; of a function, the variables that it reads from around it."""
-    if not isinstance(reader, FunctionType):
-        return dict(getattr(reader, "__dict__", {}))
-    found = inspect.getclosurevars(reader)
-    return {**found.globals, **found.nonlocals}
+def _draws(value: Any) -> bool:
+    """Whether a value is a generator, or a method of one, as ``np.random.permutation`` is."""
+    return isinstance(value, _KINDS) or isinstance(getattr(value, "__self__", None), _KINDS)
+
+
+def _held(reader: Any) -> Iterator[tuple[str, Any]]:
+    """The values that a reader can draw from, by name: arguments, attributes, variables read by its code."""
+    if isinstance(reader, partial):
+        bound = inspect.signature(reader.func).bind_partial(*reader.args, **reader.keywords)
+        yield from bound.arguments.items()
+        yield from _held(reader.func)
+    elif isinstance(reader, MethodType):
+        yield from getattr(reader.__self__, "__dict__", {}).items()
+        yield from _held(reader.__func__)
+    elif isinstance(reader, FunctionType):
+        yield from _read(reader)
+    else:
+        yield from getattr(reader, "__dict__", {}).items()
+        methods = (getattr(type(reader), name, None) for name in ("__iter__", "__call__"))
+        for method in methods:
+            if isinstance(method, FunctionType):
+                yield from _read(method)
+
+
+def _read(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """The defaults of a function, and the variables around it that it, or a function inside it, reads.
+
+    Nothing where it calls ``seed``, so that it begins from there each time. Attributes are those of modules.
+    """
+    codes = list(_codes(function.__code__))
+    if any("seed" in code.co_names for code in codes):
+        return
+    yield from ((p.name, p.default) for p in inspect.signature(function).parameters.values())
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    closed = {name: x.cell_contents for name, x in cells if x != CellType()}  # an empty one is assigned later
+    around = {"LOAD_GLOBAL": function.__globals__, "LOAD_DEREF": closed}
+    for code in codes:
+        name, value = "", None
+        for at in dis.get_instructions(code):
+            if at.opname in around:
+                name, value = at.argval, around[at.opname].get(at.argval)
+            elif at.opname in ("LOAD_ATTR", "LOAD_METHOD") and isinstance(value, ModuleType):
+                name, value = f"{name}.{at.argval}", vars(value).get(at.argval)
+            else:
+                value = None
+            yield name, value
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """The code of a function, and of all functions and classes inside it."""
+    yield code
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _codes(inner)
