@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+from threading import Thread
 from typing import ClassVar
 
 import jax
@@ -158,3 +159,23 @@ def test_repr_is_short():
     bare = History()
     bare.record(step=1, epoch=0)
     assert repr(bare) == "History(1 step)"
+
+
+def test_a_thread_amends_while_another_one_reads():
+    history = History()
+    amending = Thread(target=lambda: history.amend(test_loss=0.6))
+
+    class Computing:
+        """A loss during whose transfer to the host the other thread comes."""
+
+        shape = ()
+
+        def __array__(self, dtype=None, copy=None):
+            amending.start()
+            amending.join(0.1)
+            return np.array(0.5)
+
+    history.record(step=1, epoch=0, loss=Computing())
+    assert history["loss"].tolist() == [0.5]
+    amending.join()
+    assert history["test_loss"].tolist() == [0.6]

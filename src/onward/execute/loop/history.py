@@ -84,20 +84,21 @@ class History(Mapping[str, np.ndarray], Pointing):
         >>> history["test_loss"]
         array([nan, 0.6])
         """
-        if not self._waiting and not self._fetched:
-            raise ArgumentError(
-                "History.amend: there is no record yet; record(step=..., epoch=...) comes first."
-            )
         expect_metrics(values)
         _expect_numbers(values)
-        for name, value in values.items():
-            self._columns.setdefault(name, array("d"))
-            if self._waiting:
-                self._waiting[-1][name] = value
-            else:
-                column = self._columns[name]
-                column.extend([NAN] * (self._fetched - len(column)))
-                column[-1] = float(value)
+        with self._lock:
+            if not self._waiting and not self._fetched:
+                raise ArgumentError(
+                    "History.amend: there is no record yet; record(step=..., epoch=...) comes first."
+                )
+            for name, value in values.items():
+                self._columns.setdefault(name, array("d"))
+                if self._waiting:
+                    self._waiting[-1][name] = value
+                else:
+                    column = self._columns[name]
+                    column.extend([NAN] * (self._fetched - len(column)))
+                    column[-1] = float(value)
 
     def of(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """The steps at which a metric was measured, and its values there: what one plots.
