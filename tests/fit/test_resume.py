@@ -269,9 +269,36 @@ def test_what_was_recorded_after_the_checkpoint_is_dropped_and_older_checkpoints
     assert len(later["loss"]) == 6
     found = ow.Checkpoints(tmp_path).load()
     extra = {name: x for name, x in found.extra.items() if name != HISTORY}
+    older = dataclasses.replace(found, extra=extra, beside={})
+    for used in (fresh(make=narrow), trainer):
+        used.restore(older)
+        assert (used.step, len(used.history)) == (3, 0)
+    trainer.train(reader(), epochs=2)
+    assert trainer.history["step"].tolist() == [4, 5, 6]
+
+
+def test_a_history_that_cannot_be_read_changes_nothing(tmp_path):
     trainer = fresh(make=narrow)
-    trainer.restore(dataclasses.replace(found, extra=extra, beside={}))
-    assert (trainer.step, len(trainer.history)) == (3, 0)
+    trainer.train(reader(), epochs=1)
+    trainer.checkpoint(tmp_path)
+    found = ow.Checkpoints(tmp_path).load()
+    again = fresh(seed=2, make=narrow)
+    before = again.state.copy()
+    with pytest.raises(ValueError, match="zip"):
+        again.restore(dataclasses.replace(found, beside={}))
+    assert again.step == 0
+    for name in before:
+        np.testing.assert_array_equal(again[name], before[name])
+
+
+@pytest.mark.parametrize("every", [3, 2, None])
+def test_the_last_checkpoint_has_the_test_of_the_last_epoch(tmp_path, every):
+    trainer = fresh(ow.Checkpoints(tmp_path, every=every), make=narrow)
+    trainer.train(reader(), epochs=2, test=[(X, Y)])
+    again = fresh(seed=2, make=narrow)
+    again.restore(tmp_path)
+    assert again.history == trainer.history
+    assert (again.epoch, again.batch) == (2, 0)
 
 
 def test_a_shorter_reader_is_refused(half_way, tmp_path):

@@ -26,7 +26,6 @@ from onward.derive.optimizer import Optimizer
 from onward.distribute.merge import Merge
 from onward.distribute.pipeline.cut import Pipeline
 from onward.execute.checkpoint.checkpoints import Checkpoints, store_of
-from onward.execute.checkpoint.contents import HISTORY
 from onward.execute.checkpoint.identity import Identity
 from onward.execute.feeds import data_names
 from onward.execute.fingerprints import FINGERPRINTS, of_program, of_training
@@ -257,7 +256,7 @@ class TrainerParts(ByName, NotPickled, Pointing):
 
         What the checkpoint lacks, or holds with another shape, keeps the value it has; a parameter must be
         there. What was kept, what not, is returned, and warned about where the two differ. The history
-        is that of the checkpoint then, in place of what this Trainer recorded.
+        is that of the checkpoint then, in place of what this Trainer recorded; an older checkpoint has none.
 
         Args:
             source: the folder of checkpoints, or one of them; the Trainer's own folder unless given.
@@ -281,13 +280,13 @@ class TrainerParts(ByName, NotPickled, Pointing):
             if strict:
                 report.expect_all(found.path)
             values = begun_anew(self.program, state.layout, values, report.kept)
+            history = found.history
+            history.watched = self.history.watched
             self.take(State(state.layout, values))
             words = found.extra.get(FINGERPRINTS, {}).get("reader", {})
             self.standing = Standing.restored(found.extra, found.step, words, strict)
             self.telling.expect(found.extra.get(CALLBACKS))
-            if HISTORY in found.extra:  # older ones have none
-                watched, self.history = self.history.watched, found.history
-                self.history.watched = watched
+            self.history = history
         if self.checkpoints is not None and self.checkpoints.is_at(found.path.parent):
             self.checkpoints.follow(found)
             self.identity = found.identity

@@ -199,6 +199,8 @@ class Training:
         self.progress.message(f"epoch {trainer.epoch}: {shown}")
         if trainer.checkpoints is not None and trainer.checkpoints.best in tested:
             self.save(again=True)
+        else:
+            self.saved = -1  # without what was tested, so that the last save does not pass this step over
         self.telling.tell()
 
     def batches(self) -> Generator[NumberedBatch, None, None]:
