@@ -370,8 +370,8 @@ _FINISHED = (
     "restore."
 )
 _UNTOLD = (
-    "The reader is {reader}, which draws from a random generator, {name}, and has no state_dict: checkpoints "
-    "do not keep how far that is, so a training that is resumed reads in another order. Give the reader "
+    "The reader is {reader}, which uses a random generator, {name}, and has no state_dict: checkpoints do "
+    "not keep how far that is, so a training that is resumed may read in another order. Give the reader "
     "state_dict() and load_state_dict(state), or draw from the number of the epoch: def read(epoch): rng = "
     "np.random.default_rng(epoch)."
 )
