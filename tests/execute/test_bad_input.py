@@ -182,7 +182,10 @@ FEEDS = {
     ),
 }
 ONLY_TRAINING = {
-    "no rows": ({"x": X[:0], "ids": IDS[:0], "labels": LABELS[:0]}, "a batch without rows has no mean"),
+    "no rows": (
+        {"x": X[:0], "ids": IDS[:0], "labels": LABELS[:0]},
+        "without rows has no mean|0 rows: the batch is empty",
+    ),
 }
 
 
@@ -421,7 +424,7 @@ def test_readers_of_an_evaluator():
         ([], "yielded no batch"),
         ([X], "a batch of 1 arrays; the network takes 3"),
         ([good(), {**FEED, "x": X[:, :2]}], "'x' is float32"),
-        (X, "The reader is an array"),
+        (X, "The test reader is an array"),
     ):
         with pytest.raises(ow.ArgumentError, match=message):
             evaluator.test(reader)

@@ -136,7 +136,7 @@ def test_the_text_tells_the_peak_of_each_stage():
     assert found.peak == max(moment.bytes for curve in found.curves for moment in curve)
     for stage, moment in enumerate(found.peaks):
         kept = [v.size * 4 for v in pipeline.state_of(stage) if v.kind is Kind.PARAMETER]
-        copied = [0, 2 * TABLE.size * 4][stage]  # the table of stage 0, and its transpose
+        copied = [0, 2 * TABLE.size * 4 + 8][stage]  # the table of stage 0, its transpose, and the key
         assert moment.shares[MemoryShare.PARAMETERS] == sum(kept) + copied
     assert found.plot().svg.count("stage ") == 2
 

@@ -46,5 +46,6 @@ class Examples:
 
 def _rows(value: Any) -> list[int]:
     """How many rows an array has; nothing for what is none."""
-    shape = (len(value),) if isinstance(value, list | tuple) else np.shape(value)
-    return list(shape[:1])
+    if isinstance(value, list | tuple):
+        return [len(value)]
+    return list(value.shape[:1]) if isinstance(value, np.ndarray | jax.Array) else []

@@ -198,7 +198,7 @@ def _walked(
 ) -> tuple[Accumulation, Following | None]:
     """How results follow from those of the micro-batches; nothing if they are not the same ops."""
     of_data = made_of(part, how.split, part.next_state)
-    handed = dict(of_data if how.by_share else {})
+    handed, every_key = dict(of_data if how.by_share else {}), keys_in(part, part.next_state)
     while True:
         known = KnownOfWhole(whole, part, is_left, handed)
         following = follow(whole, part, how.steps, how.split, known.can_have, in_turn=True)
@@ -206,20 +206,20 @@ def _walked(
             return how, following
         after, read = known.after_the_loop(whole, part, following)
         following = following.without(after)
-        keys = _keys(part, following)
+        keys = _keys(part, following, handed)
         merged = {old: new for old, new in of_data.items() if old not in handed}
         results = (*part.signature.result.variables, *merged.values(), *keys.values())
         counts = known.known_counts(following).difference(map(producers(part).get, results))
         exact = following.without_numbers(counts, known.values)
-        if not (left := untold(part, exact, after, merged)):
+        others = {old: new for old, new in every_key.items() if old not in keys and old not in handed}
+        if not (left := {**untold(part, exact, after, merged), **others}):
             break
         handed |= left
-    others = keys_in(part, part.next_state).keys() - keys.keys()
     told = {v.name: following.found[v] for v in (*results, *read)}
     stand_ins = known.stand_ins(part, following, how.steps, [*part.outputs, *merged.values()])
     how = replace(
         how,
-        stand_ins=(*stand_ins, *own_keys(part, following, how.split, [*handed, *others])),
+        stand_ins=(*stand_ins, *own_keys(part, following, how.split, handed)),
         merged=frozenset(old.name for old in (*merged, *keys)),
         behind=frozenset(op.outputs[0].name for op in after),
         told=tuple((name, f) for name, f in told.items() if not (how.by_share and f == Follows(How.MEAN))),
@@ -230,14 +230,14 @@ def _walked(
     return how, exact
 
 
-def _keys(part: Program, following: Following) -> State:
-    """The random keys that are state and move on once, as those of the whole batch.
+def _keys(part: Program, following: Following, handed: State) -> State:
+    """The random keys that are state and move on once, as those of the whole batch; none that is handed on.
 
     What is drawn for examples has keys of its own then. Where one is drawn from that is hidden in an op, as a
     raw key is in a loop, all go from one micro-batch to the next.
     """
     state = {} if following.hidden_draws else keys_in(part, part.next_state)
-    return {old: new for old, new in state.items() if following.found[new] == SAME}
+    return {old: new for old, new in state.items() if following.found[new] == SAME and old not in handed}
 
 
 def _by_share(whole: Program, part: Program, how: Accumulation, told: Accumulation) -> Accumulation:
