@@ -620,9 +620,19 @@ def test_examples_that_are_computed_apart(name):
         np.testing.assert_allclose(found[1], gradient, 2e-4, 2e-4 * np.abs(gradient).max())
 
 
-@pytest.mark.parametrize("first", [0, 1])
-def test_parts_of_one_example_have_no_pairs(first):
-    program = ow.SGD(0.1).minimize(lambda w, x: (x @ w)[first::2].mean(), W, X)
+HALF = {
+    "first": lambda r: r[::2].mean(),
+    "second": lambda r: r[1::2].mean(),
+    "in checkpoint": jax.checkpoint(lambda r: r[::2].mean()),
+    "in checkpoint twice": jax.checkpoint(jax.checkpoint(lambda r: r[::2].mean())),
+    "in a loop": lambda r: jax.lax.scan(lambda c, t: (c, t * r[::2].mean()), 0, jnp.ones(3))[1].sum(),
+    "in a branch": lambda r: jax.lax.cond(True, lambda r: r[::2].mean(), lambda r: r[1::2].mean(), r),
+}
+
+
+@pytest.mark.parametrize("name", HALF)
+def test_parts_of_one_example_have_no_pairs(name):
+    program = ow.SGD(0.1).minimize(lambda w, x: HALF[name](x @ w), W, X)
     with pytest.warns(UserWarning, match="takes some of the examples.* 8 micro-batches has only its own"):
         ow.accumulate(program, ROWS)
     with pytest.warns(UserWarning, match="takes some of the examples.* 8 devices sees only its own"):

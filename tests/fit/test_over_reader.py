@@ -278,10 +278,14 @@ def test_texts_of_several_lengths_have_means_over_batches_of_what_counts_them(le
 
 
 @pytest.mark.parametrize("sizes", [(4, 3, 3), (4, 1, 4)])
-def test_batches_that_cut_a_group_have_means_and_are_warned_of(sizes):
+@pytest.mark.parametrize("within", [lambda f: f, jax.checkpoint], ids=["plain", "checkpoint"])
+def test_batches_that_cut_a_group_have_means_and_are_warned_of(sizes, within):
+    @within
+    def summed(r):
+        return r[::2].mean(), (r[::2].sum(), r[::2].max())
+
     def network(w, x):
-        pairs = (x @ w)[::2]
-        return pairs.mean(), (pairs.sum(), pairs.max())
+        return summed(x @ w)
 
     x, w = RNG.normal(size=(sum(sizes), 3)).astype("float32"), np.ones(3, "float32")
     model = ow.Model(ow.trace(network, w, x[:4], has_aux=True), w)

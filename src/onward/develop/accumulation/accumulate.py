@@ -183,7 +183,7 @@ def _told(recipe: Recipe, program: Program, data: tuple[Any, ...], how: Accumula
         return told if is_left else by_share
     results = [v for v in part.signature.result.variables if v is not part.loss]
     if rows % following.group:
-        following.cut_groups(part)
+        following.cut_groups()
     expect_apart(part, following, how)
     expect_merged(part, following, results)
     told = replace(told, is_sum=is_sum_of(part, following, "accumulate takes the mean over micro-batches"))

@@ -87,6 +87,7 @@ class Following:
         counted: ops that read a number of examples, in them or as a constant.
         within: for ops that run one Program, once or for each example, it and how its values follow.
         rules: ops in whose derivative rules examples see each other, and how.
+        groups: ops that take examples of groups, or take them together, with how many a group has.
     """
 
     found: dict[Variable, Follows]
@@ -101,6 +102,7 @@ class Following:
     counted: set[Op] = field(default_factory=set)
     within: dict[Op, tuple[Program, Following]] = field(default_factory=dict)
     rules: list[tuple[Op, str]] = field(default_factory=list)
+    groups: dict[Op, int] = field(default_factory=dict)
 
     def is_told(self, program: Program, v: Variable) -> bool:
         """Whether a value is the mean of those of the parts, or their sum, and all they need is known."""
@@ -116,13 +118,11 @@ class Following:
     @property
     def group(self) -> int:
         """The number of examples of which a part has to have a multiple, so that no group is cut."""
-        return lcm(*(f.layout.each.denominator for f in self.found.values() if f.layout is not None))
+        return lcm(*self.groups.values())
 
-    def cut_groups(self, program: Program) -> None:
+    def cut_groups(self) -> None:
         """Note that parts have fewer examples than a group has."""
-        layouts = {v: f.layout for v, f in self.found.items() if f.layout is not None}
-        groups = (op for op in program.ops for v in op.outputs if v in layouts and layouts[v].each < 1)
-        self.mixing.extend((op, "takes some of the examples") for op in groups)
+        self.mixing.extend((op, "takes some of the examples") for op in self.groups)
 
     def rules_of_loss(self, program: Program) -> list[tuple[Op, str]]:
         """The ops in whose derivative rules examples see each other, of those that gradients go through."""
@@ -230,6 +230,11 @@ class BatchWalk:
         """Remember an op in which examples see each other, unless the function speaks of devices itself."""
         if not self.has_own_axis:
             self.result.mixing.append((op, why))
+
+    def takes_groups(self, op: Op, size: int) -> None:
+        """Remember an op to which so many examples are a group."""
+        if size > 1:
+            self.result.groups[op] = lcm(size, self.result.groups.get(op, 1))
 
     def normalizes(self, op: Op) -> None:
         """Remember an op that gives examples a statistic of their part, with the same exception."""

@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from itertools import zip_longest
-from math import prod
+from math import lcm, prod
 from typing import Any
 
 import jax.numpy as jnp
@@ -205,7 +205,9 @@ class Follower(BatchWalk):
         self.reaching = self._reaching(op for op, _ in self.pairs)
         self.choices = [set(op.inputs) for op, _ in self.pairs if op.primitive.chooses]
         for op, other in self.pairs:
-            self.result.found.update(zip(op.outputs, self._followed(op, other), strict=True))
+            found = self._followed(op, other)
+            self.result.found.update(zip(op.outputs, found, strict=True))
+            self.takes_groups(op, lcm(*(f.layout.each.denominator for f in found if f.layout is not None)))
         return self.result
 
     def _reaching(self, ops: Iterable[Op]) -> set[Op]:

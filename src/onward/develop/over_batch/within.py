@@ -85,6 +85,7 @@ class _BodyWalk:
         """
         following = self.walk.inner(whole, part, values)
         near = following and following.reaching(part, part.outputs)
+        self.walk.takes_groups(self.op, following.group if following else 1)
         self.walk.result.rules += [(self.op, why) for _, why in near.rules] if near else []
         if near is None or not _is_plain(near, part):
             mixing = near.mixing if near else ()
