@@ -7,11 +7,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from onward.core.source import user_level
+from onward.execute.fingerprints import differences
 from onward.execute.loop.plain import plain, restored
+from onward.execute.restore import say
 
 _KEPT = ("epoch", "batch", "begun", "position", "to_test")
 
@@ -43,6 +47,19 @@ class Standing:
     strict: bool | None = None
     words: Mapping[str, str] = field(default_factory=dict)
 
+    def begin(self, epochs: int, words: Mapping[str, str]) -> int:
+        """A call of ``train`` begins, or goes on with what was restored: the epoch at which it ends."""
+        if self.resumed:
+            say(differences({"reader": self.words}, {"reader": words}), self.strict)
+        else:
+            self.begun, self.metrics = self.epoch, {}
+        done, last = self.epoch - self.begun, self.begun + epochs
+        if self.resumed and epochs and done >= epochs:
+            message = _FINISHED.format(epochs=epochs, done=done, more=done + 1)
+            warnings.warn(message, stacklevel=user_level())
+        self.words, self.resumed = words, False
+        return last
+
     def record(self) -> dict[str, Any]:
         """The part of it that a checkpoint keeps, as JSON data."""
         kept = {name: getattr(self, name) for name in _KEPT}
@@ -56,3 +73,10 @@ class Standing:
         kept = {name: record[name] for name in _KEPT if name in record}
         metrics = restored(record.get("metrics", {}))
         return cls(**kept, step=step, metrics=metrics, resumed=True, strict=strict, words=words)
+
+
+_FINISHED = (
+    "train(epochs={epochs}) after a restore has nothing to do: what was restored has done {done} epochs, and "
+    "epochs counts from where that training began. Write epochs={more} for one more; or begin again, without "
+    "restore."
+)

@@ -19,16 +19,15 @@ from onward.core.source import user_level
 from onward.core.structure import describe
 from onward.develop.guard import is_guarded
 from onward.execute.feeds import data_names, unshared
-from onward.execute.fingerprints import differences, of_reader
+from onward.execute.fingerprints import of_reader
 from onward.execute.loop.events import Event, EventKind, StopTraining
-from onward.execute.loop.generators import untold_generator
+from onward.execute.loop.generators import expect_told
 from onward.execute.loop.interrupt import Interruptible, Terminated
 from onward.execute.loop.prefetch import prefetched
 from onward.execute.loop.reader import LoopReader
 from onward.execute.out import Out
 from onward.execute.peers.deadline import deadline_of
 from onward.execute.processes import place_among_processes
-from onward.execute.restore import say
 from onward.fit.evaluator import as_feed, batch_size, expect_names, metrics_of
 from onward.fit.finite import check_numbers, not_finite
 from onward.fit.progress import Progress
@@ -72,23 +71,13 @@ class Training:
         if not isinstance(epochs, int) or isinstance(epochs, bool) or epochs < 0:
             raise ArgumentError(f"epochs is {describe(epochs)}; expected a whole number, at least 0.")
         self.saved = trainer.step if trainer.standing.resumed else -1
-        was_resumed = self._again = trainer.standing.resumed
-        words = of_reader(reader)
-        is_kept = trainer.checkpoints is not None or was_resumed
-        if is_kept and (name := untold_generator(reader)):
-            message = _UNTOLD.format(reader=describe(reader), name=name)
-            warnings.warn(message, stacklevel=user_level())
-        if was_resumed:
-            say(differences({"reader": trainer.standing.words}, {"reader": words}), trainer.standing.strict)
+        self._again = trainer.standing.resumed
+        if self._again:
             self.telling.restore(trainer.telling, trainer, trainer.standing.strict)
-        else:
-            trainer.standing.begun, trainer.standing.metrics = trainer.epoch, {}
-        trainer.telling, trainer.standing.words, trainer.standing.resumed = self.telling, words, False
-        self.last = trainer.standing.begun + epochs
-        if was_resumed and epochs and trainer.epoch >= self.last:
-            done = trainer.epoch - trainer.standing.begun
-            message = _FINISHED.format(epochs=epochs, done=done, more=done + 1)
-            warnings.warn(message, stacklevel=user_level())
+        if self._again or trainer.checkpoints is not None:
+            expect_told(reader)
+        self.last = trainer.standing.begin(epochs, of_reader(reader))
+        trainer.telling = self.telling
         length = self.reading.length
         total = None if length is None else max(0, (self.last - trainer.epoch) * length - trainer.batch)
         self.progress = Progress(total, progress, "train")
@@ -364,17 +353,6 @@ class Training:
             self.telling.note(Event(kind, trainer.epoch, trainer.batch, trainer.step, values, trainer))
 
 
-_FINISHED = (
-    "train(epochs={epochs}) after a restore has nothing to do: what was restored has done {done} epochs, and "
-    "epochs counts from where that training began. Write epochs={more} for one more; or begin again, without "
-    "restore."
-)
-_UNTOLD = (
-    "The reader is {reader}, which uses a random generator, {name}, and has no state_dict: checkpoints do "
-    "not keep how far that is, so a training that is resumed may read in another order. Give the reader "
-    "state_dict() and load_state_dict(state), or draw from the number of the epoch: def read(epoch): rng = "
-    "np.random.default_rng(epoch)."
-)
 _TESTED = (
     "What is computed of it is likely NaN in the history, and stops no training. Clean the data, or train "
     "with check=False if the network expects it."

@@ -100,8 +100,11 @@ def tables_in(forward: Program, parameters: Sequence[Variable], always: bool = F
     return tuple(found)
 
 
-def why_whole(forward: Program, p: Variable) -> str:
-    """Why a parameter travels whole though it is trained, as the end of a sentence about it."""
+def why_whole(program: Program, forward: Program, p: Variable) -> str:
+    """Why a parameter of a training Program travels whole, as the end of a sentence about it."""
+    if p not in [trained for trained, _ in program.gradients]:
+        return "it is not trained"
+    p = forward[p.name]
     ops = consumers(forward).get(p, ())
     if p in (*forward.outputs, *forward.next_state.values()):
         return "the function returns it"

@@ -20,7 +20,7 @@ from collections.abc import Iterable
 
 from onward.core.check import expect_program
 from onward.core.errors import GraphError
-from onward.core.program import Applied, Program, Variable
+from onward.core.program import Applied, Program
 from onward.core.recipe import recipe_of, undone
 from onward.core.structure import expect_count, expect_flag
 from onward.core.walk import Where, listed
@@ -114,27 +114,18 @@ def split(
     guarding = Guarding.of(recipe.steps, servers)
     types, looks = data_types(program, (), 0), guarding is not None
     forward, base, tables = cut_passes(program, recipe, types, by_rows, how=how, looks=looks)
-    full = [program[p.name] for p, _ in base.gradients]
     watches = _watches(whole.steps)
     by_row = frozenset(t.parameter.name for t in tables)
     kept_whole = Looks.of(base, watches, by_row, trainers).kept_whole(program)
-
-    def why(p: Variable) -> str:
-        """Why a parameter travels whole."""
-        if p not in full:
-            return "it is not trained"
-        if not rows:
-            return "rows=False"
-        return _ACCUMULATED if how is not None else why_whole(forward, forward[p.name])
-
-    chosen = tables_named(lazy, tables, program, why)
+    never = "" if by_rows else _ACCUMULATED if rows else "rows=False"
+    chosen = tables_named(lazy, tables, program, lambda p: never or why_whole(program, forward, p))
     check_lazy(chosen, routing, guarding)
     cut = Split(
         program,
         forward,
         base,
         optimizer,
-        balanced(full, routing, servers, kept_whole),
+        balanced([program[p.name] for p, _ in base.gradients], routing, servers, kept_whole),
         tables,
         frozenset(v.name for v in chosen),
         trainers,

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dis
 import inspect
 import random
+import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
@@ -22,9 +23,17 @@ from typing import Any
 
 import numpy as np
 
+from onward.core.source import user_level
+from onward.core.structure import describe
 from onward.execute.loop.reader import tells_where_it_stands
 
 _KINDS = (np.random.Generator, np.random.RandomState, random.Random)
+
+
+def expect_told(reader: Any) -> None:
+    """Warn of a reader that draws from a generator which no checkpoint keeps."""
+    if name := untold_generator(reader):
+        warnings.warn(_UNTOLD.format(reader=describe(reader), name=name), stacklevel=user_level())
 
 
 def untold_generator(reader: Any) -> str:
@@ -92,3 +101,11 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             yield from _codes(inner)
+
+
+_UNTOLD = (
+    "The reader is {reader}, which uses a random generator, {name}, and has no state_dict: checkpoints do "
+    "not keep how far that is, so a training that is resumed may read in another order. Give the reader "
+    "state_dict() and load_state_dict(state), or draw from the number of the epoch: def read(epoch): rng = "
+    "np.random.default_rng(epoch)."
+)
