@@ -29,7 +29,7 @@ class OfReader:
     """How the numbers of a test Program are put together from batches; made once for data of these names."""
 
     def __init__(self, program: Program, results: Results) -> None:
-        self.program, self.results = program, results
+        self.results = results
         self.parts = from_parts(program, results)
         self._at: dict[tuple[Shape, ...], OfReader] = {}
         self._unlike: dict[tuple[Shape, ...], list[Variable]] = {}

@@ -56,6 +56,7 @@ class Follows:
 
 
 SAME, OWN = Follows(How.SAME), Follows(How.OWN)
+ODD = "pairs examples that do not belong together"
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from onward.core.primitives.traits import Exchanges, Moves, Reduces
 from onward.core.program import Op, Program, Variable
 from onward.develop.over_batch.apart import adds_each, has_part, is_own, mixing
 from onward.develop.over_batch.known import (
+    ODD,
     OWN,
     SAME,
     BatchWalk,
@@ -49,7 +50,6 @@ from onward.develop.over_batch.own_keys import draws_for_examples
 from onward.develop.over_batch.within import within
 
 _EXTREMES = {Reduces.LARGEST: How.MOST, Reduces.SMALLEST: How.LEAST}
-_ODD = "pairs examples that do not belong together"
 _OF_TRUTHS = {Reduces.ANY: How.MOST, Reduces.ALL: How.LEAST}
 
 
@@ -303,7 +303,7 @@ class Follower(BatchWalk):
             blocks = Fraction(v.shape[axis]) / (self.rows * first.each)
             if blocks.denominator == 1 and all(layout.each == first.each for layout, _ in known):
                 return replace(first, blocks=int(blocks))
-            self.note(op, _ODD)
+            self.note(op, ODD)
             return None
         if call.primitive == "tile":
             return replace(first, blocks=first.blocks * call.params["reps"][axis])
@@ -316,7 +316,7 @@ class Follower(BatchWalk):
             return self._cut(op, first, limit - v.shape[axis], limit, 1)
         alike = [layout for layout, w in known if w.shape[layout.axis] == v.shape[axis]]
         if len({(x.blocks, x.each) for x in alike}) > 1:
-            self.note(op, _ODD)
+            self.note(op, ODD)
             return None
         return replace(alike[0], axis=axis) if alike else None
 

@@ -12,7 +12,7 @@ from onward.core.primitives.table import of
 from onward.core.primitives.traits import Runs
 from onward.core.program import Op, Program
 from onward.develop.over_batch.apart import is_opaque
-from onward.develop.over_batch.known import OWN, SAME, BatchWalk, ExampleLayout, Following, Follows, How
+from onward.develop.over_batch.known import ODD, OWN, SAME, BatchWalk, ExampleLayout, Following, Follows, How
 from onward.develop.over_batch.operands import Operands
 from onward.develop.over_batch.rules import seen_by_rule
 
@@ -20,7 +20,6 @@ _WITHIN = " within"
 _SEE = "computes a statistic of the examples within"
 _SEE_OTHERS = "reads more of the batch than one example in a turn"
 _BY_LENGTH = "takes as many turns as the batch is long"
-_ODD = "pairs examples that do not belong together"
 _UNKNOWN = "may let examples see each other"
 _ONE_BY_ONE = "goes through the examples one after the other"
 
@@ -149,7 +148,7 @@ class _BodyWalk:
                 self.walk.note(self.op, self.mixing or _SEE_OTHERS)
         lies = {(f.layout.blocks, f.layout.each) for f, v in given.values[count:] if v and f.layout}
         if len(lies) > 1:
-            self.walk.note(self.op, _ODD)
+            self.walk.note(self.op, ODD)
         each = Follows(How.ROWS, 0, ExampleLayout(0, *lies.pop()) if len(lies) == 1 else None)
         return [each if i >= carries else OWN for i in range(len(part.outputs))]
 
