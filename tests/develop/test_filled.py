@@ -15,6 +15,11 @@ X, Y = RNG.normal(size=(16, 3)), RNG.normal(size=16)
 WEIGHT = RNG.uniform(0.1, 2, 16)
 PARAMS = {"w": RNG.normal(size=(3, 3)), "out": RNG.normal(size=3)}
 
+
+def added_up(each, examples):
+    return jax.lax.scan(lambda total, one: (total + each(one), None), 0.0, examples)[0]
+
+
 LOSSES = {
     "mean": lambda e, w: jnp.sum(e * w) / jnp.sum(w),
     "sum": lambda e, w: jnp.sum(e * w),
@@ -24,6 +29,7 @@ LOSSES = {
     "chosen": lambda e, w: jnp.mean(e, where=w > 0),
     "average": lambda e, w: jnp.average(e, weights=w),
     "by map": lambda e, w: jnp.sum(jax.lax.map(lambda a: a[0] * a[1], (e, w))) / jnp.sum(w),
+    "added up by a loop": lambda e, w: added_up(lambda a: a[0] * a[1], (e, w)) / jnp.sum(w),
 }
 BY_ROWS = {
     "mean of products": lambda e, w: jnp.mean(e * w),
@@ -92,7 +98,10 @@ def test_groups_are_other_ones_where_the_batch_is_filled_up(layout):
         products = jax.lax.map(lambda a: a[0] * a[1], (e, w), batch_size=2)
         return jnp.sum(products) + jnp.sum(products.reshape(-1, 2).max(1))
 
-    for total in (grouped, jax.checkpoint(grouped)):
+    def in_turns(e, w):
+        return jax.lax.scan(lambda total, t: (total + t * grouped(e, w), None), 0.0, jnp.ones(2))[0]
+
+    for total in (grouped, jax.checkpoint(grouped), in_turns):
 
         def loss(e, w, total=total):
             return total(e, w) / jnp.sum(w)
@@ -150,6 +159,7 @@ def right(e, w):
         "columns": jnp.sum(e[:, None] * w[:, None] * jnp.ones((1, 2)), 0),
         "product": jnp.stack([e, e]) @ w,
         "within": jax.checkpoint(lambda e, w: jnp.sum(jnp.tanh(e) * w))(e, w),
+        "added up by a loop": added_up(lambda a: jnp.tanh(a[0]) * a[1], (e, w)),
         "made within": jnp.sum(jax.checkpoint(lambda e, w: e * w)(e, w)),
         "each": e,
         "of each": e * w / total,
@@ -173,6 +183,8 @@ def wrong(e, w):
         "counted": jnp.sum(e * w) / jnp.sum(w >= 0),
         "products": jnp.stack([e, w]) @ jnp.stack([e, w]).T,
         "by map": jnp.sum(jax.lax.map(lambda a: a[0] + a[1], (e, w))),
+        "added up by a loop": added_up(lambda a: a[0] + a[1], (e, w)),
+        "counted by a loop": added_up(lambda a: 1.0, (e, w)),
         "largest by map": jnp.max(jax.lax.map(lambda a: -a[0] * a[1], (e, w))),
         "least": jnp.min(w),
         "largest": jnp.max(-w * e),

@@ -436,6 +436,18 @@ SEES_OTHERS = {
         lambda w, x: jax.lax.scan(lambda h, x: (jnp.tanh(h @ w + x), h), jnp.zeros(3), x)[1].mean(),
         "one after the other",
     ),
+    "summed up by a loop": (
+        lambda w, x: jax.lax.scan(lambda total, x: (total + x @ w, total), jnp.zeros(3), x)[1].mean(),
+        "one after the other",
+    ),
+    "added by a loop to what is there": (
+        lambda w, x: jax.lax.scan(lambda total, x: (total + x @ w, None), jnp.ones(3), x)[0].sum(),
+        "one after the other",
+    ),
+    "doubled by a loop": (
+        lambda w, x: jax.lax.scan(lambda total, x: (total + total + x @ w, None), jnp.zeros(3), x)[0].sum(),
+        "one after the other",
+    ),
     "numbered": (lambda w, x: (errors(w, x) * jnp.arange(len(x))).mean(), "counts the examples"),
     "by a table": (lambda w, x: (errors(w, x) * np.linspace(0, 1, len(x))).mean(), "counts the examples"),
     "differences": (lambda w, x: (jnp.diff(x @ w, axis=0) ** 2).mean(), "some of the examples"),
@@ -520,6 +532,9 @@ KEEPS_APART = {
     "pairs": lambda w, x: (jax.nn.softmax((x @ w).reshape(-1, 2, 3), 1)[:, 0] ** 2).mean(),
     "one and the other": lambda w, x: ((x @ w)[::2] * jnp.tanh(x @ w)[1::2]).mean(),
     "pairs, apart again": lambda w, x: (jnp.sort((x @ w).reshape(-1, 2, 3), 1).reshape(len(x), 3) * x).mean(),
+    "added up by a loop": lambda w, x: (
+        jax.lax.scan(lambda c, x: ((c[0] + jnp.tanh(x @ w).sum(), c[1] + 1), x), (0.0, 0), x)[0][0] / len(x)
+    ),
     "each by map": lambda w, x: jax.lax.map(lambda x: jnp.tanh(x @ w).sum(), x).mean(),
     "each by its number, by map": lambda w, x: jax.lax.map(
         lambda i: ((x[i] @ w) ** 2).sum() * x[i, 0], jnp.arange(len(x))

@@ -31,7 +31,7 @@ from onward.core.primitives.table import of
 from onward.core.primitives.traits import Linear, Reduces
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import producers
-from onward.develop.over_batch.known import Following, How
+from onward.develop.over_batch.known import SAME, Following, How
 
 _COUNTED = "is divided by a number of rows"
 _COUNT = "is a number of rows"
@@ -133,13 +133,15 @@ class _Filler:
                 self.numbers[v] = inner.numbers[made]
             if made in inner.reads:
                 self.reads.add(v)
+            if self._kind(v) is How.MEAN and following.found[made] == SAME and inner.numbers.get(made) != 0:
+                self.whys[op] = _PLAIN  # a loop adds it up
             if (why := inner.why(made, (), ())) and self.whys.get(op) != _PLAIN:
                 self.whys[op] = why
 
     def _makes_groups(self, op: Op) -> bool:
         """Whether it lays several examples side by side, those that fill up a device among them."""
-        read, made = ((self.following.found[v].layout for v in vs) for vs in (op.inputs, op.outputs))
-        return any(x and x.each < 1 for x in made) and not any(x and x.each < 1 for x in read)
+        read = (self.following.found[v].layout for v in op.inputs)
+        return op in self.following.groups and not any(x and x.each < 1 for x in read)
 
     def _kind(self, v: Variable) -> How:
         return self.following.found[v].kind

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import starmap
 
 from onward.core.jaxprs.body import Body, Call
 from onward.core.jaxprs.loops import carry_of, result_of
 from onward.core.primitives.table import of
-from onward.core.primitives.traits import Runs
-from onward.core.program import Op, Program
+from onward.core.primitives.traits import Linear, Moves, Runs
+from onward.core.program import Op, Program, Variable
+from onward.core.walk import descendants
 from onward.develop.over_batch.apart import is_opaque
 from onward.develop.over_batch.known import ODD, OWN, SAME, BatchWalk, ExampleLayout, Following, Follows, How
 from onward.develop.over_batch.operands import Operands
@@ -134,23 +136,27 @@ class _BodyWalk:
         return found if asked is not None and asked[0] == SAME else None
 
     def _along_examples(self, given: Operands, count: int, carries: int) -> list[Follows]:
-        """The results of a loop over the examples: rows, unless a turn sees other examples than its own."""
+        """The results of a loop over the examples: rows, and sums of what each turn adds to a carry.
+
+        Unless a turn sees other examples than its own, by the carry or by what it reads.
+        """
         given.settled()
-        one, (whole,), (part,) = SAME, self.wholes, self.parts
-        if carries:
+        one, bodies = SAME, [_adding(body, count, carries) for body in (*self.wholes, *self.parts)]
+        if None in bodies or not all(given.zeros()[count : count + carries]):
             self.walk.note(self.op, _ONE_BY_ONE)
-        else:
-            fixed = [f for f, _ in given.values[:count]]
-            along, rows = given.values[count:], self.walk.rows
-            turn = [replace(one, counts=f.counts and v is not None and v.shape[0] == rows) for f, v in along]
-            found = self.called(whole, part, [*fixed, *turn], is_one=True)
-            if found is None or any(f != one for f in found):
-                self.walk.note(self.op, self.mixing or _SEE_OTHERS)
+            return [OWN for _ in self.parts[0].outputs]
+        whole, part = (body for body in bodies if body is not None)
+        fixed = [f for f, _ in given.values[:count]]
+        along, rows = given.values[count + carries :], self.walk.rows
+        turn = [replace(one, counts=f.counts and v is not None and v.shape[0] == rows) for f, v in along]
+        found = self.called(whole, part, [*fixed, *[one] * carries, *turn], is_one=True)
+        if found is None or any(f != one for f in found):
+            self.walk.note(self.op, self.mixing or _SEE_OTHERS)
         lies = {(f.layout.blocks, f.layout.each) for f, v in given.values[count:] if v and f.layout}
         if len(lies) > 1:
             self.walk.note(self.op, ODD)
         each = Follows(How.ROWS, 0, ExampleLayout(0, *lies.pop()) if len(lies) == 1 else None)
-        return [each if i >= carries else OWN for i in range(len(part.outputs))]
+        return [each if i >= carries else Follows(How.MEAN, 1) for i in range(len(part.outputs))]
 
     def _settled(
         self, consts: Sequence[Follows], carry: Sequence[Follows], turns: Sequence[Follows], place: int = 0
@@ -172,6 +178,33 @@ def _is_plain(following: Following, part: Program) -> bool:
     known = all(following.found[v].kind is not How.OWN for v in part.outputs)
     counts = following.numbers or following.constants
     return known and not (following.needs or counts or following.mixing or following.bent)
+
+
+def _adding(body: Program, first: int, carries: int) -> Program | None:
+    """What a turn adds to each carry, in place of the carry; None if it does something else with one."""
+    pairs = zip(body.inputs[first : first + carries], body.outputs, strict=False)
+    added = list(starmap(partial(_added, body), pairs))
+    return None if None in added else replace(body, outputs=(*filter(None, added), *body.outputs[carries:]))
+
+
+def _added(body: Program, carry: Variable, after: Variable) -> Variable | None:
+    """What is added to a carry, the carry itself for a number; None if it is read by anything else."""
+    moved = descendants(body, [carry])
+    moving = [op for op in body.ops if not moved.isdisjoint(op.outputs)]
+    is_alone = [v for v in body.outputs if v in moved] == [after] and all(map(_hands_on, moving[:-1]))
+    if not moving or not is_alone:
+        return None
+    last = moving[-1]
+    row, operands = of(last.type), [last.inputs[i] for i in last.body.operands if isinstance(i, int)]
+    others = [v for v in operands if v not in moved]
+    is_addition = row.commutes and row.linear is Linear.TOGETHER and after in last.outputs
+    return next(iter(others), carry) if is_addition and len(operands) == len(others) + 1 else None
+
+
+def _hands_on(op: Op) -> bool:
+    """Whether it gives the numbers that it is given, as a conversion of a weak type does."""
+    is_same = [v.dtype for v in op.inputs] == [v.dtype for v in op.outputs]
+    return is_same and of(op.type).moves in (Moves.KEEPS, Moves.ROUNDS)
 
 
 def _turn(follows: Follows) -> Follows:
