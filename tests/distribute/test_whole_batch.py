@@ -428,6 +428,68 @@ SEES_OTHERS = {
         lambda w, x: entropy_by(alone)(x @ w, x.argmax(1)),
         "rule of its own that reads a number",
     ),
+    "a number within": (
+        lambda w, x: jax.checkpoint(lambda h: h - jnp.log(float(len(h))))(x @ w).mean(),
+        "reads a number of examples within",
+    ),
+    "a number in a branch": (
+        lambda w, x: jax.lax.cond(w.sum() > -9, lambda h: jnp.tanh(h) * len(h), lambda h: h, x @ w).mean(),
+        "may let examples see each other",
+    ),
+    "a power": (lambda w, x: (x @ w).mean() + w[0, 0] ** len(x), "reads a number of examples"),
+    "a place by a number": (lambda w, x: (x @ w).mean() + w[len(x) // 8, 0], "reads a number of examples"),
+    "a window by a number": (
+        lambda w, x: jax.lax.reduce_window(x @ w, 0.0, jax.lax.add, (1, len(x) // 2), (1, 1), "SAME").mean(),
+        "reads a number of examples",
+    ),
+    "the one before": (lambda w, x: (errors(w, x)[jnp.arange(-1, len(x) - 1)] * x[:, 0]).mean(), "from 0"),
+    "the next by map": (
+        lambda w, x: jax.lax.map(lambda i: x[i + 1] @ w * x[i], jnp.arange(len(x))).mean(),
+        "counts the examples from 0 within",
+    ),
+    "the next is added to": (
+        lambda w, x: (jnp.zeros(len(x)).at[jnp.arange(len(x)) + 1].add(errors(w, x)) * x[:, 0]).mean(),
+        "from 0",
+    ),
+    "some their own": (
+        lambda w, x: (errors(w, x)[jnp.where(x[:, 0] > 0, jnp.arange(len(x)), 0)] * x[:, 1]).mean(),
+        "counts the examples from 0",
+    ),
+    "in turn by number": (
+        lambda w, x: (
+            jnp.tile(errors(w, x), 2)[jnp.arange(2 * len(x)).reshape(2, -1).T.ravel()] * jnp.tile(x[:, 0], 2)
+        ).mean(),
+        "counts the examples from 0",
+    ),
+    "a product of twins": (
+        lambda w, x: jnp.vdot(jnp.repeat(errors(w, x), 2), jnp.concatenate([x[:, 0], x[:, 1]])),
+        "pairs examples that do not belong together",
+    ),
+    "sums of twins": (
+        lambda w, x: jnp.tanh(
+            jax.ops.segment_sum(jnp.repeat(errors(w, x), 2), jnp.tile(x.argmax(1), 2), 3)
+        ).sum(),
+        "pairs examples that do not belong together",
+    ),
+    "half a mask": (
+        lambda w, x: (errors(w, x) * jnp.concatenate([jnp.ones(len(x)), jnp.zeros(len(x))])[::2]).mean(),
+        "takes some of the examples",
+    ),
+    "turned by a linear function": (
+        lambda w, x: (
+            jax.custom_derivatives.linear_call(lambda _, h: h[::-1], lambda _, h: h[::-1], (), x @ w) * x
+        ).mean(),
+        "runs along the examples within",
+    ),
+    "solved in turn": (
+        lambda w, x: (
+            jax.lax.custom_linear_solve(
+                lambda h: 2 * h[::-1], x @ w, lambda _, h: h[::-1] / 2, symmetric=True
+            )
+            * x
+        ).mean(),
+        "runs along the examples within",
+    ),
     "contrastive": (contrastive, "makes an array of all pairs of examples"),
     "pairwise": (pairwise, "makes an array of all pairs of examples"),
     "sorted": (lambda w, x: (jnp.sort((x @ w).sum(1)) * jnp.arange(len(x))).mean(), "along the examples"),
@@ -527,6 +589,18 @@ SEES_OTHERS = {
         "runs along the examples within",
     ),
 }
+
+
+@jax.custom_vjp
+def until_small(w, x):
+    return jax.lax.while_loop(lambda h: (h**2).sum() > 0.1, lambda h: 0.5 * jnp.tanh(h @ w), x)
+
+
+until_small.defvjp(
+    lambda w, x: (until_small(w, x), (w, x)), lambda saved, g: (g.sum() * saved[0], g * saved[1])
+)
+
+
 KEEPS_APART = {
     "groups by map": lambda w, x: jax.lax.map(lambda x: jnp.tanh(x @ w).sum(), x, batch_size=2).mean(),
     "pairs": lambda w, x: (jax.nn.softmax((x @ w).reshape(-1, 2, 3), 1)[:, 0] ** 2).mean(),
@@ -562,6 +636,17 @@ KEEPS_APART = {
     ).mean(),
     "on a device": lambda w, x: jnp.mean(jax.device_put(x) @ w),
     "behind a barrier": lambda w, x: jnp.multiply(*jax.lax.optimization_barrier((x @ w, w.sum(0)))).mean(),
+    "a number of what is the same": lambda w, x: (
+        (x @ w).mean() + jax.checkpoint(lambda w: (w**2).sum() / len(x))(w)
+    ),
+    "a branch of each": lambda w, x: jax.lax.cond(
+        w.sum() > -9, lambda h: jnp.tanh(h), lambda h: jnp.zeros_like(h), x @ w
+    ).mean(),
+    "until each is small": lambda w, x: jax.vmap(until_small, (None, 0))(w, x).mean(),
+    "an equation each": lambda w, x: jnp.linalg.solve(
+        jax.vmap(jnp.diag)(1 + (x @ w) ** 2) + 0.1, x[..., None]
+    ).mean(),
+    "one equation": lambda w, x: jnp.linalg.solve(w @ w.T + jnp.eye(3), x.T).mean(),
     "solved by iteration": lambda w, x: jax.vmap(
         lambda b: jax.scipy.sparse.linalg.cg(lambda v: w.T @ (w @ v) + v, b, maxiter=9)[0]
     )(x).mean(),

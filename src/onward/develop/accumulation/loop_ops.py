@@ -89,11 +89,16 @@ class LoopCut:
         return core
 
     def _after(self) -> set[Op]:
-        """The forward ops that come after the loop, with those that scale what they give for many devices."""
+        """The forward ops that come after the loop, with those that scale what they give for many devices.
+
+        And those that scale a constant which is returned.
+        """
         found, made = set[Op](), set[Variable]()
+        read = {v for op in self.program.ops for v in op.inputs}
         for op in self.program.ops:
             passes_on = op.made_by is Pass.COLLECTIVE or op.type is SCALE
-            if {v.name for v in op.outputs[:1]} & self.behind or (passes_on and made.issuperset(op.inputs)):
+            known = made if not read.isdisjoint(op.outputs) else {*made, *self.program.constants}
+            if {v.name for v in op.outputs[:1]} & self.behind or (passes_on and known.issuperset(op.inputs)):
                 found.add(op)
                 made.update(op.outputs)
         return found

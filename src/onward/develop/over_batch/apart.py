@@ -49,7 +49,7 @@ def is_own(call: Call, values: list[Follows]) -> bool:
     """Whether an equation takes the one example whose number a loop over all of them is at."""
     first, *indices = values
     layout = first.layout
-    if layout is None or layout.blocks != 1 or layout.each != 1:
+    if layout is None or layout.blocks != 1 or layout.each != 1 or first.counts:
         return False
     moves = of(call.primitive).moves
     if moves is Moves.CUTS_AT:

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from fractions import Fraction
+from typing import Any
 
 import numpy as np
 
@@ -45,6 +47,7 @@ class FromParts:
         results: the results by name.
         apart: for those that cannot be put together, why; their mean by the lengths of the parts is taken.
         group: how many examples are computed together: batches have a multiple of it.
+        whole: the Program of two parts, where it is known.
         found: how each value that is handed out follows.
         by_chance: data that is as long as the batch, and is taken to be no examples.
         program: computes, of a part, the results and what else is handed out.
@@ -62,6 +65,7 @@ class FromParts:
         by_chance: Collection[str] = (),
     ) -> None:
         self.part, self.rows, self.split, self.results = part, rows, split, results
+        self.whole = part if whole is None else whole
         self.by_chance = frozenset(by_chance)
         self.apart: dict[str, str] = dict.fromkeys(results, why) if why else {}
         self.found = dict.fromkeys(results.values(), _PLAIN)
@@ -159,9 +163,11 @@ class FromParts:
         if rows == self.rows or not self.split:
             return True
         try:
-            return _lines(_of_length(self.part, self.split, rows)) == _lines(self.part)
+            other = _of_length(self.part, self.split, rows)
         except OnwardError:
             return False
+        same = _lines(other) == _lines(self.part)
+        return same and _grows(self.part, self.whole, other, Fraction(rows, self.rows))
 
 
 def at_shapes(program: Program, shapes: Mapping[str, Shape]) -> Program:
@@ -255,6 +261,33 @@ def _apart(part: Program, following: Following, v: Variable, made: set[Variable]
         given = "it is given with each batch"
         return f"{maker.type!r}{maker.at} gives a number of one batch" if maker else given
     return ""
+
+
+def _grows(part: Program, whole: Program, other: Program, longer: Fraction) -> bool:
+    """Whether the same ops compute of so many times as many examples what they compute of twice as many.
+
+    A number or a length that twice as many do not change is as large here as well. ``top_k(x, min(n, 3))`` of
+    two examples gives less than of four, and of eight.
+    """
+    for same in zip(part.ops, whole.ops, other.ops, strict=True):
+        for calls in zip(*(op.body.calls_within for op in same), strict=False):
+            params = [tuple(call.params.values()) for call in calls]
+            sizes = [tuple(t.shape for t in call.results) for call in calls]
+            if not _goes_on(params) or not _goes_on(sizes, longer):
+                return False
+        if not _goes_on([op.body.numbers for op in same]):
+            return False
+    return True
+
+
+def _goes_on(same: Sequence[Any], longer: Fraction | None = None) -> bool:
+    """Whether a number, or each of several, changes where it changes for twice as many examples."""
+    mine, twice, other = same
+    if isinstance(mine, tuple):
+        return all(_goes_on(one, longer) for one in zip(mine, twice, other, strict=False))
+    if not isinstance(number := mine, int | float | np.number):
+        return True
+    return bool(other == number if number == twice else longer is None or other == mine * longer)
 
 
 def _lines(program: Program) -> list[tuple[str, tuple[str, ...]]]:

@@ -56,6 +56,7 @@ class Follows:
 
 
 SAME, OWN = Follows(How.SAME), Follows(How.OWN)
+COUNTED = "reads a number of examples"
 ODD = "pairs examples that do not belong together"
 
 
@@ -186,7 +187,7 @@ class BatchWalk:
         asks_rules: whether derivative rules are looked at.
         rows: how many examples a part has.
         zeros: the Variables that are 0 throughout.
-        choices: the Variables that each op which chooses among some reads.
+        from_end: the places in an array that are chosen where an index counts from its end.
         reaching: the ops whose results come back to the examples.
     """
 
@@ -205,7 +206,7 @@ class BatchWalk:
         self.has_own_axis, self.in_turn, self.asks_rules = has_own_axis, in_turn, asks_rules
         self.rows = rows
         self.zeros: set[Variable] = set()
-        self.choices: list[set[Variable]] = []
+        self.from_end: set[Variable] = set()
         self.reaching: set[Op] = set()
 
     def inner(
@@ -225,7 +226,9 @@ class BatchWalk:
     def by_shape(self, v: Variable, otherwise: Follows) -> Follows:
         """How a value follows by its shape alone: as rows if one axis differs, else ``otherwise``."""
         axes = self.axes(v)
-        return Follows(How.ROWS) if axes and len(axes) == 1 else otherwise
+        if not axes or len(axes) > 1:
+            return otherwise
+        return Follows(How.ROWS, 0, ExampleLayout(axes[0]) if v.shape[axes[0]] == self.rows else None)
 
     def note(self, op: Op, why: str) -> None:
         """Remember an op in which examples see each other, unless the function speaks of devices itself."""

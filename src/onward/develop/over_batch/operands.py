@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -54,13 +54,8 @@ class Operands:
         """
         found = [self.walk.result.found[v] for v in self.op.inputs]
         is_elementwise = of(next(self.op.body.calls).primitive).is_elementwise
-        rows = [v for f, v in zip(found, self.op.inputs, strict=True) if f.kind is How.ROWS]
-        of_rows = is_added and (self.counts() or any(map(self._counts_from_the_end, rows)))
+        of_rows = is_added and (self.counts() or self.op.outputs[0] in self.walk.from_end)
         return bool(found) and (of_rows or not is_elementwise or self.walk.has_own_axis)
-
-    def _counts_from_the_end(self, index: Variable) -> bool:
-        """Whether the result is chosen in place of an index that is negative."""
-        return any({index, self.op.outputs[0]} <= among for among in self.walk.choices)
 
     def _take_numbers(self) -> None:
         self.walk.result.numbers[self.op] = self.op.body.with_numbers_of(self.other.body)
@@ -103,11 +98,22 @@ class Operands:
         index = None if row.compares and not self._asks_for_sign() else row.index
         if not self.counts() or index is Index.ENDS:
             return False
-        fixed = all(f.counts or v is None or call.primitive != "add" for f, v in self.values)
-        if index is Index.STAYS and fixed:
+        if index is Index.STAYS and self._keeps_count(call):
             return True
         walk.note(self.op, COUNTS)
         return False
+
+    def _keeps_count(self, call: Call) -> bool:
+        """Whether the result numbers the same examples, each as before."""
+        if call.primitive == "add":
+            return self.op.outputs[0] in self.walk.from_end
+        if call.primitive == "select_n":
+            return all(f.counts for f, _ in self.values[1:])
+        counting, walk = [v for f, v in self.arrays if f.counts], self.walk
+        before, after = (
+            {v.shape[i] for v in vs for i in walk.axes(v) or ()} for vs in (counting, self.op.outputs)
+        )
+        return before == after
 
     def counts(self) -> bool:
         """Whether an operand numbers the examples."""
@@ -209,6 +215,22 @@ class Operands:
         needs = self.walk.result.needs.setdefault(self.op, {})
         before = needs.get(v, Need(How.SAME))
         needs[v] = Need(before.merged if merged is How.SAME else merged, power or before.power)
+
+
+def place_from_end(op: Op, made: Mapping[Variable, Op]) -> Variable | None:
+    """The place that is chosen where an index is negative, and counts from the end; ``made`` has the ops.
+
+    None if the op chooses something else.
+    """
+    if op.type != "select_n" or not isinstance(op.body.operands[-1], int):
+        return None
+    which, index, *rest = op.inputs
+    place = op.inputs[op.body.operands[-1]]
+    asking, adding = made.get(which), made.get(place)
+    if not rest or asking is None or adding is None or not asking.inputs == adding.inputs == (index,):
+        return None
+    is_asked = asking.type == "lt" and asking.body.operands[0] == 0 and not np.any(asking.body.numbers[1])
+    return place if is_asked and adding.type == "add" else None
 
 
 def power_between(mine: Any, theirs: Any, parts: int) -> int | None:

@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from itertools import zip_longest
-from math import lcm, prod
+from math import isnan, lcm, prod
 from typing import Any
 
 import jax.numpy as jnp
@@ -32,8 +32,10 @@ from onward.core.placement import equal_variables
 from onward.core.primitives.table import of
 from onward.core.primitives.traits import Exchanges, Moves, Reduces
 from onward.core.program import Op, Program, Variable
+from onward.core.walk import producers
 from onward.develop.over_batch.apart import adds_each, has_part, is_own, mixing
 from onward.develop.over_batch.known import (
+    COUNTED,
     ODD,
     OWN,
     SAME,
@@ -45,11 +47,12 @@ from onward.develop.over_batch.known import (
     How,
     Need,
 )
-from onward.develop.over_batch.operands import COUNTS, Operands, power_between
+from onward.develop.over_batch.operands import COUNTS, Operands, place_from_end, power_between
 from onward.develop.over_batch.own_keys import draws_for_examples
 from onward.develop.over_batch.within import within
 
 _EXTREMES = {Reduces.LARGEST: How.MOST, Reduces.SMALLEST: How.LEAST}
+_ALONG = ("sizes", "feature_group_count", "batch_group_count")  # how long parts along examples are
 _OF_TRUTHS = {Reduces.ANY: How.MOST, Reduces.ALL: How.LEAST}
 
 
@@ -173,7 +176,7 @@ class Follower(BatchWalk):
         pairs = ((mine, one), (theirs, other))
         is_alike = all(np.array_equal(x, np.broadcast_to(row, np.shape(x)), v.is_float) for x, row in pairs)
         power = self._power(v, one, other) if is_alike else None
-        return Follows(How.ROWS, power or 0, counts=power is None)
+        return replace(self.by_shape(v, OWN), power=power or 0, counts=power is None)
 
     def _power(self, v: Variable, mine: Any, theirs: Any) -> int | None:
         """The power of the number of parts by which numbers are as large in the whole; None if by another."""
@@ -203,9 +206,13 @@ class Follower(BatchWalk):
             else:
                 self.like.update(zip(op.outputs, other.outputs, strict=True))
         self.reaching = self._reaching(op for op, _ in self.pairs)
-        self.choices = [set(op.inputs) for op, _ in self.pairs if op.primitive.chooses]
+        made = producers(self.part)
+        self.from_end = {v for op, _ in self.pairs if (v := place_from_end(op, made)) is not None}
         for op, other in self.pairs:
             found = self._followed(op, other)
+            if other is not None and self._is_made_by_number(op, other):
+                self.note(op, COUNTED)
+                found = [OWN for _ in found]
             self.result.found.update(zip(op.outputs, found, strict=True))
             self.takes_groups(op, lcm(*(f.layout.each.denominator for f in found if f.layout is not None)))
         return self.result
@@ -248,6 +255,23 @@ class Follower(BatchWalk):
         how = given.combined(calls[0])
         return [self._output(op, v, calls[0], given, how) for v in op.outputs]
 
+    def _is_made_by_number(self, op: Op, other: Op) -> bool:
+        """Whether parameters of an equation count examples, other than the lengths of arrays along them.
+
+        Nothing is said of an op in which examples see each other anyway.
+        """
+        mine, theirs = (next(iter(each.body.calls), None) for each in (op, other))
+        if (
+            mine is None
+            or theirs is None
+            or mine.inner
+            or (self.result.mixing and self.result.mixing[-1][0] is op)
+        ):
+            return False
+        axes = {i for v in (*op.inputs, *op.outputs) for i in self.axes(v) or ()}
+        pairs = ((name, x, theirs.params.get(name)) for name, x in mine.params.items())
+        return any(name not in _ALONG and _differ(x, y, axes) for name, x, y in pairs)
+
     def _power_of_merged(self, op: Op) -> int:
         """A sum over the parts is their number times the mean."""
         power = max((self.result.found[v].power for v in op.inputs), default=0)
@@ -271,6 +295,9 @@ class Follower(BatchWalk):
             return OWN
         row = of(call.primitive)
         if row.sums or (op.inputs[0] in self.zeros and adds_each(call, self._rows_of(given))):
+            lies = {(f.layout.blocks, f.layout.each) for f, _ in given.values if f.layout is not None}
+            if len(lies) > 1:
+                self.note(op, ODD)
             return Follows(How.MEAN, how.power + 1)
         extremes = _OF_TRUTHS if v.dtype == bool else _EXTREMES
         if row.reduces in extremes:
@@ -291,6 +318,9 @@ class Follower(BatchWalk):
     def _layout(self, op: Op, v: Variable, axis: int, call: Call, given: Operands) -> ExampleLayout | None:
         if why := mixing(call, [f for f, _ in given.values], self._rows_of(given), axis):
             self.note(op, why)
+        unknown = [n for n in self._unknown(given).values() if n is not None]
+        if of(call.primitive).moves is Moves.CUTS and v.shape[axis] not in (unknown or v.shape):
+            self.note(op, "takes some of the examples")
         known = [(f.layout, w) for f, w in given.arrays if f.kind is How.ROWS and f.layout is not None]
         if has_part(call, self._unknown(given), self.rows, axis):
             self.note(op, "takes some of the examples")
@@ -351,3 +381,12 @@ class Follower(BatchWalk):
             self.note(op, "takes some of the examples")
             return None
         return replace(layout, blocks=(limit - start) // block)
+
+
+def _differ(mine: Any, theirs: Any, axes: Collection[int]) -> bool:
+    """Whether numbers differ, of an array of them those that do not belong to these axes."""
+    if isinstance(mine, tuple) and isinstance(theirs, tuple) and len(mine) == len(theirs):
+        pairs = enumerate(zip(mine, theirs, strict=True))
+        return any(i not in axes and _differ(a, b, ()) for i, (a, b) in pairs)
+    is_number = isinstance(mine, int | float) and not isnan(mine)
+    return is_number and mine != theirs

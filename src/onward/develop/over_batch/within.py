@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import starmap
+from itertools import accumulate, starmap
 
 from onward.core.jaxprs.body import Body, Call
 from onward.core.jaxprs.loops import carry_of, result_of
@@ -14,10 +14,21 @@ from onward.core.primitives.traits import Linear, Moves, Runs
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import descendants
 from onward.develop.over_batch.apart import is_opaque
-from onward.develop.over_batch.known import ODD, OWN, SAME, BatchWalk, ExampleLayout, Following, Follows, How
+from onward.develop.over_batch.known import (
+    COUNTED,
+    ODD,
+    OWN,
+    SAME,
+    BatchWalk,
+    ExampleLayout,
+    Following,
+    Follows,
+    How,
+)
 from onward.develop.over_batch.operands import Operands
 from onward.develop.over_batch.rules import seen_by_rule
 
+_SOLVER = 2  # behind the product with the matrix, and with its transpose
 _WITHIN = " within"
 _SEE = "computes a statistic of the examples within"
 _SEE_OTHERS = "reads more of the batch than one example in a turn"
@@ -30,7 +41,7 @@ def within(walk: BatchWalk, op: Op, other: Op, call: Call, given: Operands) -> l
     """How the outputs follow the whole's; what would have to be merged within is noted."""
     given.settle_extremes()
     values = [f for f, _ in given.values]
-    if all(f == SAME for f in values) and not _loops_differ(op.body, other.body):
+    if all(f == SAME for f in values) and op.body.text == other.body.text:
         return [walk.by_shape(v, SAME) for v in op.outputs]
     inside = _BodyWalk(walk, op, list(other.subprograms.values()), list(op.subprograms.values()))
     is_by_length = _turns_by_length(op.body, other.body)
@@ -44,10 +55,8 @@ def within(walk: BatchWalk, op: Op, other: Op, call: Call, given: Operands) -> l
     given.settled()
     if is_by_length:
         walk.note(op, _BY_LENGTH)
-    elif inside.mixing or _ends_within(op.body, other.body):
-        walk.note(op, inside.mixing or _SEE)
-    elif of(call.primitive).runs in (Runs.WHILE, Runs.SCAN):
-        walk.note(op, _UNKNOWN)
+    elif not inside.is_told:
+        walk.note(op, inside.mixing or (_SEE if _ends_within(op.body, other.body) else _UNKNOWN))
     return [walk.by_shape(v, OWN) for v in op.outputs]
 
 
@@ -56,11 +65,12 @@ class _BodyWalk:
 
     Attributes:
         mixing: how examples see each other in it, if they do.
+        is_told: whether what is not known of it is known of what it reads.
     """
 
     def __init__(self, walk: BatchWalk, op: Op, wholes: list[Program], parts: list[Program]) -> None:
         self.walk, self.op, self.wholes, self.parts = walk, op, wholes, parts
-        self.mixing = ""
+        self.mixing, self.is_told = "", False
 
     def found(self, call: Call, given: Operands) -> list[Follows] | None:
         """How the outputs follow the whole's; None if it cannot be told."""
@@ -69,11 +79,14 @@ class _BodyWalk:
             given.settle(0)
             return self.cond([f for f, _ in given.values])
         values = [f for f, _ in given.values]
+        if row.runs is Runs.SOLVE:
+            return self.solve(given, call.params["const_lengths"])
         if row.runs is Runs.SCAN and len(self.parts) == 1:
             return self.scan(given, call)
         if row.runs is Runs.WHILE:
             return self.loop(values, call.params["cond_nconsts"], call.params["body_nconsts"])
-        if row.calls_once and self.parts and len(self.parts[0].inputs) == len(values):
+        is_run = row.calls_once or (is_opaque(call.primitive) and len(self.parts) == 1)
+        if is_run and self.parts and len(self.parts[0].inputs) == len(values):
             return self.called(self.wholes[0], self.parts[0], values)
         return None
 
@@ -91,6 +104,7 @@ class _BodyWalk:
         if near is None or not _is_plain(near, part):
             mixing = near.mixing if near else ()
             told = [why for op, why in mixing if not is_opaque(next(op.body.calls).primitive)]
+            told += [COUNTED] if near and near.counting(part) else []
             self.mixing = f"{told[0].removesuffix(_WITHIN)}{_WITHIN}" if told else self.mixing
             return None
         assert following is not None
@@ -102,9 +116,23 @@ class _BodyWalk:
 
     def cond(self, values: Sequence[Follows]) -> list[Follows] | None:
         """How the outputs follow the whole's if all branches agree on it; None if they do not."""
+        self.is_told = values[0] != SAME
         pairs = zip(self.wholes, self.parts, strict=True)
-        found = [self.called(whole, part, values[1:]) for whole, part in pairs]
-        return found[0] if values[0] == SAME and all(f == found[0] for f in found) else None
+        found = [f for whole, part in pairs if (f := self.called(whole, part, values[1:])) is not None]
+        if self.is_told or len(found) < len(self.parts):
+            return None
+        joined = [_of_branches(fs) for fs in zip(*found, strict=True)]
+        return None if None in joined else [f for f in joined if f is not None]
+
+    def solve(self, given: Operands, lengths: Iterable[int]) -> list[Follows] | None:
+        """The solution of a linear system; None unless what it is differentiated by is known as well."""
+        *starts, end = accumulate(lengths, initial=0)
+        given.settle(*range(end))
+        values = [f for f, _ in given.values]
+        consts = [values[i:j] for i, j in zip(starts, (*starts[1:], end), strict=True)]
+        pairs = zip(self.wholes, self.parts, consts, strict=True)
+        found = [self.called(whole, part, [*own, *values[end:]]) for whole, part, own in pairs]
+        return None if None in found else found[_SOLVER]
 
     def scan(self, given: Operands, call: Call) -> list[Follows] | None:
         """The carry at the end, and what each turn gives, stacked."""
@@ -125,7 +153,10 @@ class _BodyWalk:
         return None
 
     def loop(self, values: Sequence[Follows], asking: int, running: int) -> list[Follows] | None:
-        """The values that a loop carries at its end; None unless it is known that all parts turn as often."""
+        """The values that a loop carries at its end; None unless it is known how often it turns.
+
+        That is as often for all parts, or for each example as often as it would alone.
+        """
         names = [*self.op.subprograms]
         turn, question = names.index("body_jaxpr"), names.index("cond_jaxpr")
         consts, carry = values[asking : asking + running], values[asking + running :]
@@ -133,7 +164,10 @@ class _BodyWalk:
         if found is None:
             return None
         asked = self.called(self.wholes[question], self.parts[question], [*values[:asking], *found])
-        return found if asked is not None and asked[0] == SAME else None
+        if asked is None:
+            return None
+        each_stops = asked[0].kind is How.ROWS and all(f.kind is How.ROWS for f in found)  # by vmap of a loop
+        return found if asked[0] == SAME or each_stops else None
 
     def _along_examples(self, given: Operands, count: int, carries: int) -> list[Follows]:
         """The results of a loop over the examples: rows, and sums of what each turn adds to a carry.
@@ -176,8 +210,8 @@ class _BodyWalk:
 def _is_plain(following: Following, part: Program) -> bool:
     """Whether all that a run gives is known without anything that would have to be merged in it."""
     known = all(following.found[v].kind is not How.OWN for v in part.outputs)
-    counts = following.numbers or following.constants
-    return known and not (following.needs or counts or following.mixing or following.bent)
+    is_counting = following.numbers or following.constants
+    return known and not (following.needs or is_counting or following.mixing or following.bent)
 
 
 def _adding(body: Program, first: int, carries: int) -> Program | None:
@@ -205,6 +239,13 @@ def _hands_on(op: Op) -> bool:
     """Whether it gives the numbers that it is given, as a conversion of a weak type does."""
     is_same = [v.dtype for v in op.inputs] == [v.dtype for v in op.outputs]
     return is_same and of(op.type).moves in (Moves.KEEPS, Moves.ROUNDS)
+
+
+def _of_branches(found: Sequence[Follows]) -> Follows | None:
+    """How a result follows the whole's whichever branch it comes from; None if they do not agree."""
+    if len({(f.kind, f.power, f.counts) for f in found}) > 1:
+        return None
+    return found[0] if len({f.layout for f in found}) == 1 else replace(found[0], layout=None)
 
 
 def _turn(follows: Follows) -> Follows:
@@ -237,12 +278,6 @@ def _turns_by_length(mine: Body, theirs: Body) -> bool:
     if of(call.primitive).runs is not Runs.SCAN or call.params["length"] == other.params["length"]:
         return False
     return len(call.operands) == sum(carry_of(mine))
-
-
-def _loops_differ(mine: Body, theirs: Body) -> bool:
-    """Whether loops are others for the whole, which read nothing that is."""
-    loops = (of(call.primitive).is_loop for call in mine.calls_within)
-    return any(loops) and mine.text != theirs.text
 
 
 def _ends_within(mine: Body, theirs: Body) -> bool:
