@@ -236,6 +236,8 @@ def with_results(parameters, x):
         "without one": errors.sum() / (len(x) - 1),
         "half of a count": jnp.sum(errors > 1) // 2,
         "rows and one": jnp.asarray(len(x)) + 1,
+        "rows as a float": jnp.asarray(float(len(x))),
+        "one by rows": jnp.asarray(1 / len(x)),
         "share of the largest": jnp.sqrt(errors.mean()) / errors.max() + jnp.mean(v),
     }
     return errors.mean(), told

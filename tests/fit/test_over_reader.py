@@ -298,6 +298,26 @@ def test_batches_that_cut_a_group_have_means_and_are_warned_of(sizes, within):
     np.testing.assert_allclose(found["loss"], np.average(each, weights=sizes), 1e-5)
 
 
+@pytest.mark.parametrize(
+    "network",
+    [
+        lambda w, x: jax.lax.top_k(x * w, min(len(x), 3))[0].mean(),
+        lambda w, x: (x * w)[:, : len(x) // 2][:, :2].mean(),
+        lambda w, x: (x * w * min(len(x), 3)).mean(),
+    ],
+    ids=["length", "half", "number"],
+)
+def test_a_short_batch_that_computes_otherwise_is_warned_of(network):
+    x, w = RNG.normal(size=(8, 3)).astype("float32"), np.ones(3, "float32")
+    model = ow.Model(ow.trace(network, w, x), w)
+    parts = np.split(x, [4, 6])
+    with pytest.warns(UserWarning, match="for a batch of 2 examples the function builds another graph"):
+        found = ow.Evaluator(model).test(parts)
+    np.testing.assert_allclose(
+        found["loss"], np.average([network(w, p) for p in parts], weights=[4, 2, 2]), 1e-5
+    )
+
+
 def test_graphs_of_several_sizes_beside_examples():
     def network(w, x, graph):
         return jnp.mean(w * x) + graph.mean(), jnp.sum(x)

@@ -167,7 +167,10 @@ class FromParts:
         except OnwardError:
             return False
         same = _lines(other) == _lines(self.part)
-        return same and _grows(self.part, self.whole, other, Fraction(rows, self.rows))
+        ops = zip(self.part.ops, self.whole.ops, other.ops, strict=False)
+        return same and _grows(
+            (each for each in ops if each[0] not in self._after), Fraction(rows, self.rows)
+        )
 
 
 def at_shapes(program: Program, shapes: Mapping[str, Shape]) -> Program:
@@ -263,21 +266,25 @@ def _apart(part: Program, following: Following, v: Variable, made: set[Variable]
     return ""
 
 
-def _grows(part: Program, whole: Program, other: Program, longer: Fraction) -> bool:
-    """Whether the same ops compute of so many times as many examples what they compute of twice as many.
+def _grows(ops: Iterable[tuple[Op, Op, Op]], longer: Fraction) -> bool:
+    """Whether ops go on: those of a part, of twice as many examples, and of so many times as many.
 
     A number or a length that twice as many do not change is as large here as well. ``top_k(x, min(n, 3))`` of
     two examples gives less than of four, and of eight.
     """
-    for same in zip(part.ops, whole.ops, other.ops, strict=True):
+    for same in ops:
         for calls in zip(*(op.body.calls_within for op in same), strict=False):
             params = [tuple(call.params.values()) for call in calls]
             sizes = [tuple(t.shape for t in call.results) for call in calls]
             if not _goes_on(params) or not _goes_on(sizes, longer):
                 return False
-        if not _goes_on([op.body.numbers for op in same]):
+        if not _goes_on([tuple(map(_number, op.body.numbers)) for op in same]):
             return False
     return True
+
+
+def _number(literal: Any) -> Any:
+    return None if literal is None else np.asarray(literal).item()
 
 
 def _goes_on(same: Sequence[Any], longer: Fraction | None = None) -> bool:
@@ -285,7 +292,7 @@ def _goes_on(same: Sequence[Any], longer: Fraction | None = None) -> bool:
     mine, twice, other = same
     if isinstance(mine, tuple):
         return all(_goes_on(one, longer) for one in zip(mine, twice, other, strict=False))
-    if not isinstance(number := mine, int | float | np.number):
+    if not isinstance(number := mine, int | float):
         return True
     return bool(other == number if number == twice else longer is None or other == mine * longer)
 
