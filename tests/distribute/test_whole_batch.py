@@ -1055,6 +1055,17 @@ def test_devices_with_one_example_each_are_told_by_two(name, weight):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5), out.aux, aux)
 
 
+def test_one_example_each_of_another_graph_is_warned_of():
+    def loss(w, x):
+        return jnp.sum(errors(w, x) * x[:, 0]) / jnp.sum(x[:, 0] ** 2 + len(x[0]))
+
+    program = ow.SGD(0.1).minimize(lambda w, x: loss(w, x) if len(x) > 1 else loss(w, x) + 0, W, X[:DEVICES])
+    with pytest.warns(
+        UserWarning, match="each device has one example, .* Let each have two"
+    ):
+        ow.replicate(program, DEVICES)
+
+
 def test_one_example_each_that_is_filled_up_is_warned_of():
     def loss(w, x, y, example_weight):
         return jnp.mean(of_label(w, x, y) * example_weight)

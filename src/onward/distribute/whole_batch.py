@@ -76,7 +76,7 @@ def of_whole_batch(
             told = _of_results(local, *seen)
             return OfWholeBatch(_scaled(local, told, devices, is_sum), told, seen)
         if replicas.syncs:
-            warnings.warn(_other_graph(whole, local), stacklevel=user_level())
+            warnings.warn(_other_graph(whole, local, rows), stacklevel=user_level())
         return OfWholeBatch(local)
     told = following.reaching(local, [*local.outputs, *local.next_state.values()])
     if told.mixing and replicas.syncs:
@@ -209,7 +209,15 @@ def _scaled(program: Program, following: Following, devices: Devices, is_sum: bo
     return replace(returning, next_state=state, ops=builder.ops)
 
 
-def _other_graph(whole: Program, local: Program) -> str:
+def _other_graph(whole: Program, local: Program, rows: int) -> str:
+    if rows == 1:
+        return (
+            f"{local.name}: each device has one example, for which the function builds another graph than "
+            f"for the whole batch{where_parted(whole, local)}, as JAX leaves out axes of length 1. So it is "
+            "not known whether the devices compute together what one would. Let each have two examples or "
+            "more, of a short last batch too (ow.batches(..., drop_last=True)); or, if every device's own "
+            "graph is meant: replicate(..., sync_batch_norm=False)."
+        )
     return (
         f"{local.name}: for the examples of one device the function builds another graph than for the whole "
         f"batch{where_parted(whole, local)}, so the devices may not compute together what one would. Let it "
