@@ -278,9 +278,17 @@ class Body(NotPickled):
         outvars = enumerate(self.parts.outvars)
         return {j for j, v in outvars if not isinstance(v, jex.Literal) and v in reached}
 
-    def same_everywhere(self, inputs: Iterable[int]) -> set[int]:
+    def same_everywhere(self, inputs: Iterable[int]) -> frozenset[int]:
         """The outputs that are equal on all devices if these inputs are, and the others are not."""
-        return devices.same_everywhere(self.closed, inputs)
+        given = frozenset(inputs)
+        if given not in self._same_everywhere:
+            self._same_everywhere[given] = frozenset(devices.same_everywhere(self.closed, given))
+        return self._same_everywhere[given]
+
+    @cached_property
+    def _same_everywhere(self) -> dict[frozenset[int], frozenset[int]]:
+        """The answers so far: every check of a Program asks again, and transforms share its ops."""
+        return {}
 
     def restricted(self, outputs: Sequence[int], keep_inputs: bool = False) -> tuple[Body, tuple[int, ...]]:
         """The part that computes these outputs, and the positions of the inputs it still takes."""
