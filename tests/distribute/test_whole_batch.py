@@ -1060,9 +1060,7 @@ def test_one_example_each_of_another_graph_is_warned_of():
         return jnp.sum(errors(w, x) * x[:, 0]) / jnp.sum(x[:, 0] ** 2 + len(x[0]))
 
     program = ow.SGD(0.1).minimize(lambda w, x: loss(w, x) if len(x) > 1 else loss(w, x) + 0, W, X[:DEVICES])
-    with pytest.warns(
-        UserWarning, match="each device has one example, .* Let each have two"
-    ):
+    with pytest.warns(UserWarning, match="each device has one example, .* Let each have two"):
         ow.replicate(program, DEVICES)
 
 

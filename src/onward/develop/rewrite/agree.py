@@ -21,10 +21,10 @@ _ROUNDINGS, _MOST = 128, 0.03  # of the largest number of a result: what two way
 
 _NO_GRADIENT = (TypeError, ValueError, NotImplementedError)
 _OTHER = (
-    "rewrite: {new} computes something else than {old}. With {types}, on random numbers, {what} is {found} "
-    "at {at}, where {old} makes it {expected}; {bound:.2g} apart would be rounding. ow.compare of both, "
-    "traced, tells the op that parts them. If it is meant, give the tolerance: tolerance=0.01 of the largest "
-    "number, or math.inf."
+    "rewrite: the replacement {new} computes something else than the pattern {old}. With {types}, on random "
+    "numbers, {what} is {found} at {at}, where {old} makes it {expected}; {bound:.2g} apart would be "
+    "rounding. ow.compare of both, traced, tells the op that parts them. If it is meant, give the tolerance: "
+    "tolerance=0.01 of the largest number, or math.inf."
 )
 
 

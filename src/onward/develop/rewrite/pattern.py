@@ -22,10 +22,7 @@ from onward.core.structure import describe
 from onward.core.walk import ancestors
 
 _RANKS = 5  # that are tried for arguments of which nothing is told
-_NOT_TRACED = (
-    "rewrite: {name} cannot be traced with {types}: {error}. Say what it is called with, arrays of any "
-    "lengths: like=(jnp.ones((8, 4)), jnp.ones((4, 2)))."
-)
+_LIKE = " Say what it is called with, arrays of any lengths: like=(jnp.ones((8, 4)), jnp.ones((4, 2)))."
 
 
 class Pattern:
@@ -88,12 +85,31 @@ class Pattern:
             return body_of(self.flat, *types)
         except Exception as error:
             shown = ", ".join(map(shown_type, types))
-            told = f"{type(error).__name__}: {error}"
-            raise TraceError(_NOT_TRACED.format(name=self.name, types=shown, error=told)) from error
+            told = f"{type(error).__name__}: {error}."
+            instead = _LIKE if isinstance(error, TypeError | ValueError | IndexError) else ""
+            raise TraceError(
+                f"rewrite: {self.name} cannot be traced with {shown}: {told}{instead}"
+            ) from error
 
     def flat(self, *values: Any) -> list[Any]:
         """Its results in a row."""
         return [jnp.asarray(x) for x in jax.tree.leaves(self.function(*values))]
+
+    def expect_called_as(self, pattern: Pattern) -> None:
+        """Raise unless it takes as many arguments as the pattern that it replaces."""
+        try:
+            told = inspect.signature(self.function)
+        except (TypeError, ValueError):
+            return
+        try:
+            told.bind(*pattern.types)
+        except TypeError as error:
+            count = len(pattern.types)
+            raise ArgumentError(
+                f"rewrite: the pattern {pattern.name} takes {count} argument{'s' * (count != 1)}, and the "
+                f"replacement {self.name} is written for others: {error}. Write both with the same "
+                "arguments, in the same order."
+            ) from error
 
     def expect_whole(self) -> None:
         """Raise unless its results are computed, of all of its arguments."""

@@ -97,6 +97,7 @@ def rewrite(
     recipe = recipe_of(program, "to be rewritten", "Write it so in the function")
     patterns = _patterns(pattern, like)
     new = Pattern(replacement, patterns[0].types)
+    new.expect_called_as(patterns[0])
     forward = build(recipe.until(Phase.ADAPT), whole_types(program))
     names, matches = _found(forward, patterns, where)
     check = _ReplacementCheck(tolerance)

@@ -114,8 +114,11 @@ class Loaded:
         for variant in self.variants:
             if (sizes := variant.sizes_of(shapes)) is not None:
                 return self._remembering(variant.program(sizes))
-        file = self.variants[0].file
-        raise RecipeError(f"{file}, from which it was loaded, takes {'; or '.join(map(str, self.variants))}")
+        given = ", ".join(f"{name}[{', '.join(map(str, shape))}]" for name, shape in shapes.items())
+        taken = "; or ".join(map(str, self.variants))
+        raise RecipeError(
+            f"{self.variants[0].file}, from which it was loaded, takes {taken}. It was given {given}."
+        )
 
     def for_test(self) -> Program:
         """The same Program, if it is none that trains.
