@@ -223,7 +223,7 @@ class _TracedFunction:
         types = [leaf.type for s in arguments for leaf in s.arrays]
         closed = explaining(self.name, partial(traced, flat), *types)
         context.forget()
-        watch.end(self.function, self.name)
+        watch.end(self.name, self.function, *arguments)
         self._check_feed(context)
         return Traced(closed, *result[-1], context)
 

@@ -68,5 +68,5 @@ def _traced(call: CalledStep) -> TracedStep:
         return [*filter(is_array, values), *(value for value in modules if value is not None)]
 
     closed = explaining(call.title, partial(traced, flat), *(leaf.type for _, leaf in call.leaves))
-    watch.end(call.step, call.title)
+    watch.end(call.title, call.step, call)
     return TracedStep(closed, *found[-1])
