@@ -148,10 +148,15 @@ def lies_in_a_stage(value: Any) -> bool:
     return isinstance(sharding, NamedSharding) and STAGE in sharding.mesh.axis_names
 
 
+def lies_over_processes(value: Any) -> bool:
+    """Whether it is an array on devices of several processes."""
+    is_array = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
+    return is_array and not value.is_fully_addressable
+
+
 def is_split_over_processes(value: Any) -> bool:
     """Whether no process has the whole of an array."""
-    is_array = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
-    return is_array and not value.is_fully_addressable and not value.is_fully_replicated
+    return lies_over_processes(value) and not value.is_fully_replicated
 
 
 def _together(value: np.ndarray, is_sum: bool = False) -> np.ndarray:

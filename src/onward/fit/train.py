@@ -101,7 +101,8 @@ def train(
         resume: continue from the latest checkpoint, if there is one. Without it a folder that holds another
             run is refused, before anything is computed.
         strict: what to do where that checkpoint is of another training; see ``Trainer.restore``.
-        devices: how many devices to train on, each on its part of every batch; None for all.
+        devices: how many devices to train on, each on its part of every batch; None for all, those of other
+            processes too, without which none of several processes trains.
         merge: how their gradients become one; see ``replicate``.
         check_finite: raise ``NonFiniteError`` where a step is not finite, and name the op; see ``compile``.
         options: further arguments of ``Trainer.train``, such as ``test``, ``callbacks``, ``threads``.

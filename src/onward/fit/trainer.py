@@ -35,7 +35,8 @@ class Trainer(TrainerParts):
         share: other threads may use the model while it is trained. Without it a step reuses the buffers of
             the parameters, which saves their memory once.
         checkpoints: where, how often and how many to save; a folder saves at the end, at Ctrl-C and SIGTERM.
-        devices: how many devices to train on, each on its part of every batch; None for all.
+        devices: how many devices to train on, each on its part of every batch; None for all, those of other
+            processes too. Several processes train one model: on devices of all of them, or not at all.
         merge: how their gradients become one; see ``replicate``.
         check_finite: raise ``NonFiniteError`` where a step is not finite, and name the op; see ``compile``.
             Such a step changes nothing, and the Trainer can go on.
@@ -64,8 +65,10 @@ class Trainer(TrainerParts):
 
         Raises:
             ArgumentError: data of the wrong name, number, shape or dtype, or without an example, whatever the
-                loss is. Nothing is changed then.
+                loss is; or one of several processes that would train a model of its own. Nothing is changed
+                then.
         """
+        self.expect_one_training((data, feed))
         self.examples.expect_some({**dict(zip(self.names, data, strict=False)), **feed})
         with self.model.lock, Interruptible() as interrupts, interrupts.uninterrupted:
             return self.advance(data, feed)
@@ -152,7 +155,8 @@ class Trainer(TrainerParts):
 
         Raises:
             ArgumentError: an empty reader, an empty batch, one of the wrong structure, shape or dtype, or bad
-                numbers in it. The state before that batch is kept.
+                numbers in it. The state before that batch is kept. Or one of several processes that would
+                train a model of its own.
             NonFiniteError: the loss was not a finite number; the message names the batch.
             CheckpointError: the folder holds another run, or another process writes to it: ``Checkpoints``.
         """

@@ -9,6 +9,7 @@ from math import nan
 from os import PathLike
 from typing import Any
 
+import jax
 import numpy as np
 
 from onward.core.errors import (
@@ -34,6 +35,7 @@ from onward.execute.layout import Layout
 from onward.execute.loop.history import History
 from onward.execute.out import Out
 from onward.execute.pipelined import PipelineStep
+from onward.execute.processes import lies_over_processes, place_among_processes
 from onward.execute.restore import Restored, begun_anew, compared, loaded, matched
 from onward.execute.state import State
 from onward.execute.step import Step
@@ -44,6 +46,14 @@ from onward.fit.model import Model, expect_model
 from onward.fit.standing import Standing
 from onward.fit.telling import CALLBACKS, Telling
 from onward.fit.training_program import training_program
+
+_EACH_ITS_OWN = (
+    "This is one of {count} processes of one computation, and {program} computes on one device: each process "
+    "would train a model of its own, on its part of the data, and checkpoints have that of process 0 alone. "
+    "To train one model on all devices, write Trainer(..., devices=None), or train(..., devices=None), or "
+    "give a training Program that replicate, partition or pipeline laid out. To train another model in each, "
+    "start them apart, without onward launch or jax.distributed."
+)
 
 
 class TrainerParts(ByName, NotPickled, Pointing):
@@ -90,6 +100,7 @@ class TrainerParts(ByName, NotPickled, Pointing):
             self._step = Step(self.program, (), donate=donated, ahead=False, tuning=Tuning(), apart=mine)
         self._state = State(self._step.layout, [values[v] for v in self._step.layout.variables])
         self._taken: State | None = model.state
+        self._is_one = False  # whether it is known to be one training, of however many processes
 
     @cached_property
     def examples(self) -> Examples:
@@ -116,6 +127,18 @@ class TrainerParts(ByName, NotPickled, Pointing):
         replicas = self.program.replicas
         is_meshed = isinstance(self._step, PipelineStep) or self.program.partition is not None
         return is_meshed or (replicas is not None and replicas.count > 1)
+
+    def expect_one_training(self, fed: Any) -> None:
+        """Raise ``ArgumentError`` if each of several processes would train a model of its own on this data.
+
+        Where the arrays of a step lie over all of them, be it one of the data, it is one step of all.
+        """
+        if self._is_one or (count := place_among_processes()[1]) == 1:
+            return
+        arrays = (*self._state.values, *self.model.state.values, *jax.tree.leaves(fed))
+        if not self.is_spread and not any(map(lies_over_processes, arrays)):
+            raise ArgumentError(_EACH_ITS_OWN.format(program=self.program.name, count=count))
+        self._is_one = True
 
     def expect_one_place(self, what: str) -> None:
         """Raise ``ArgumentError`` if what is trained lies in the stages of a pipeline."""

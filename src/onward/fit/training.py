@@ -211,6 +211,7 @@ class Training:
 
     def prepared(self, batch: NumberedBatch) -> NumberedBatch:
         """A batch as the step takes it, its arrays copied; raises ``ArgumentError`` naming the batch."""
+        self.trainer.expect_one_training(batch.fed)
         try:
             given = as_feed(batch.fed, self.trainer.names)
             fed = {name: unshared(value) for name, value in given.items()}
