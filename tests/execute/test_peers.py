@@ -20,7 +20,7 @@ from onward.execute.peers import heartbeat
 from onward.execute.peers.heartbeat import LastWord, Member, PeerWord, Status, own_host, pack, short, unpack
 from onward.execute.peers.peers import SILENCE, Peers
 from onward.execute.peers.rendezvous import _own_address, meet, summary
-from onward.execute.peers.verdict import PeerView, all_halt, verdict
+from onward.execute.peers.verdict import PeerView, all_halt, calling, verdict
 
 INTERVAL = 0.05
 TOKEN = b"a token"
@@ -575,6 +575,18 @@ JUDGED = {
     "another shape for the same Program": (
         view(PeerWord(18, 17, text="Program aa, x [4]"), label="Program aa, x [8]"),
         "feeds Program aa, x [4] in step 18, and this one Program aa, x [8]. ",
+    ),
+    "a call and a step": (
+        view(PeerWord(18, 17, text="Program aa, x [4]"), label=calling("the test of loss")),
+        "feeds Program aa, x [4] in step 18, and this one is in the test of loss. All processes do that toge",
+    ),
+    "a step and a call": (
+        view(PeerWord(18, 17, text=calling("the test of loss")), label="Program aa, x [4]"),
+        "is in the test of loss, and this one feeds Program aa, x [4]. All processes do that together",
+    ),
+    "not in the call": (
+        view(PeerWord(17, 17, text="x [4]"), label=calling("the test of loss")),
+        "is alive and has not begun the test of loss, which this one waits in: it does something else. All",
     ),
     "the gravest first": (
         view(PeerWord(17, 17), INSIDE, PeerWord(17, 17, Status.FAILED, "OSError: no")),

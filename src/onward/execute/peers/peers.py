@@ -312,7 +312,8 @@ class _WaitedStep:
     def _error(self, what: str) -> PeerError:
         """The error that says what happened, and because of which process."""
         self._settle()
-        return PeerError(f"Step {self.number} {what}. {verdict(self.view)}")
+        place = self.view.place
+        return PeerError(f"{place[0].upper()}{place[1:]} {what}. {verdict(self.view)}")
 
     def _settle(self) -> None:
         """Wait a moment, in which the living say something and the dead become silent."""

@@ -29,6 +29,10 @@ _NUMBERS = (
     "What is not split over the processes each feeds as a whole, with the same numbers: a rate or a key that "
     "all compute alike, a mean over the processes, or a whole batch (batches(..., parts=False))."
 )
+_CALLS = (
+    "All processes do that together, in the same order: none does it alone, such as under "
+    f"`if jax.process_index() == 0`. If one only takes longer, set {_TIME}."
+)
 _SLOW = f"All {{count}} processes are alive and take part, so it may only be slow: set {_TIME}."
 
 
@@ -57,6 +61,7 @@ _OTHER_PROGRAM = (
     ": these are different Programs. All processes run the same one: the same network, optimizer and rates, "
     "and no constant, shape or seed within it that depends on the process"
 )
+_CALLING = "is in "  # how the label of a call begins, and not of a step
 _ADVICE = {
     PeerState.FAILED: _RESTART,
     PeerState.DEAD: _RESTART,
@@ -68,6 +73,9 @@ _ADVICE = {
 }
 
 
+_OF_ORDER = frozenset({PeerState.MISMATCHED, PeerState.FINISHED, PeerState.ABSENT})
+
+
 @dataclass(frozen=True)
 class PeerView:
     """The processes as process ``index`` knows them while it waits in a step.
@@ -77,7 +85,7 @@ class PeerView:
         members: all processes.
         heard: the last word of each.
         step: the step it waits in, counted from 1.
-        label: what it feeds there.
+        label: what it feeds there, or the call that it is in.
         now: the time of ``time.monotonic``.
         silence: seconds after which a process that says nothing is taken for dead or stopped.
     """
@@ -89,6 +97,11 @@ class PeerView:
     label: str
     now: float
     silence: float
+
+    @property
+    def place(self) -> str:
+        """Where it waits, in words: in a step, or in a call."""
+        return self.label.removeprefix(_CALLING) if _is_call(self.label) else f"step {self.step}"
 
     @property
     def others(self) -> list[int]:
@@ -143,6 +156,8 @@ def verdict(view: PeerView) -> str:
     if len(guilty) > _SHOWN:
         told.append(f"And {len(guilty) - _SHOWN} more.")
     gravest, first = guilty[0]
+    if gravest in _OF_ORDER and (_is_call(view.label) or _is_call(view.heard[first].word.text)):
+        return " ".join([*told, _CALLS])
     is_of_numbers = _shapes(view.heard[first].word.text) == _shapes(view.label)
     advice = _NUMBERS if gravest is PeerState.MISMATCHED and is_of_numbers else _ADVICE[gravest]
     return " ".join([*told, advice])
@@ -171,15 +186,36 @@ def _deed(view: PeerView, kind: PeerState, heard: LastWord) -> str:
         case PeerState.SILENT:
             return f"was last heard of {view.now - heard.at:.1f} s ago, {where}: it died or was stopped"
         case PeerState.MISMATCHED:
-            deed = f"feeds {text or 'nothing that has a name'} in step {step}, and this one {view.label}"
-            return deed + _OTHER_PROGRAM * (_program(text) != _program(view.label))
+            return _differing(text, view)
         case PeerState.FINISHED:
-            return f"came to its end {where}, and takes no part in step {step}"
+            return f"came to its end {where}, and takes no part in {view.place}"
         case PeerState.ABSENT:
-            wants = "it reads data, or has none left"
-            return f"is alive and has not begun step {step}, which this one waits in: {wants}"
+            why = "it does something else" if _is_call(view.label) else "it reads data, or has none left"
+            return f"is alive and has not begun {view.place}, which this one waits in: {why}"
         case _:
             return f"gave up {where}: {text}"
+
+
+def _differing(text: str, view: PeerView) -> str:
+    """How another process and this one are at different places, or feed different data."""
+    if _is_call(text) or _is_call(view.label):
+        theirs = text if _is_call(text) else f"feeds {text} in step {view.step}"
+        return f"{theirs}, and this one {view.label if _is_call(view.label) else f'feeds {view.label}'}"
+    deed = f"feeds {text or 'nothing that has a name'} in step {view.step}, and this one {view.label}"
+    return deed + _OTHER_PROGRAM * (_program(text) != _program(view.label))
+
+
+def calling(what: str) -> str:
+    """The label of a call that all processes make together, from its words.
+
+    >>> calling("the test of loss")
+    'is in the test of loss'
+    """
+    return f"{_CALLING}{what}"
+
+
+def _is_call(label: str) -> bool:
+    return label.startswith(_CALLING)
 
 
 def _program(label: str) -> str:
