@@ -19,7 +19,7 @@ from onward.core.meshes import parameters_of
 from onward.core.program import Program, Variable
 from onward.core.words import some
 from onward.execute.pinned import is_pinned, pinned, pinned_names
-from onward.execute.processes import gathered, is_split_over_processes, put_by_all
+from onward.execute.processes import gathered, is_split_over_processes, put_by_all, reading_whole
 
 Lying = tuple[Sharding | None, ...]
 
@@ -79,7 +79,8 @@ def together(values: Sequence[Any]) -> Sequence[Any]:
     apart = len({frozenset(s.device_set) for s in lying(values) if s is not None}) > 1
     if not apart and not any(map(is_split_over_processes, values)):
         return values
-    moved: list[Any] = jax.device_put(list(map(gathered, values)), jax.local_devices()[0])
+    whole = reading_whole("the copy of the whole state", values, lambda: list(map(gathered, values)))
+    moved: list[Any] = jax.device_put(whole, jax.local_devices()[0])
     return moved
 
 

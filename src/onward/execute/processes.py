@@ -8,19 +8,23 @@ this is what JAX does by itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
+from contextlib import suppress
+from functools import lru_cache, partial
 from hashlib import blake2b
 from itertools import compress
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from onward.core.errors import ArgumentError
+from onward.core.errors import ArgumentError, PeerError
 from onward.core.variable import holds_keys
+from onward.execute.peers.calls import all_call
+from onward.execute.peers.rendezvous import summary
 
+T = TypeVar("T")
 STAGE = "devices of a stage"
 """The axis of the mesh of devices that a stage of a pipeline over several processes has."""
 
@@ -130,7 +134,7 @@ def _digest(numbers: np.ndarray, size: int) -> bytes:
 def expect_alike(program: str, name: str, value: Any) -> None:
     """Raise ``ArgumentError`` for a value that processes have otherwise; all of them call this together."""
     digest = np.frombuffer(_digest(_numbers(value), 8), np.uint32)
-    if np.ptp(_together(digest), axis=0).any():
+    if np.ptp(all_call(f"the first values of {program}", lambda: _together(digest)), axis=0).any():
         raise ArgumentError(DIFFERS.format(program=program, name=name))
 
 
@@ -196,6 +200,22 @@ def gathered(value: Any) -> Any:
     return np.asarray(jax.block_until_ready(whole).addressable_data(0))
 
 
+def reading_whole(what: str, values: Iterable[Any], work: Callable[[], T]) -> T:
+    """Run what gathers arrays: all call this together, by the deadline, where one lies over the processes.
+
+    Args:
+        what: the call in words that are the same in all processes, such as "the checkpoint of step 8".
+        values: the arrays.
+        work: what to run.
+
+    Raises:
+        PeerError: another process did not come.
+    """
+    if any(is_split_over_processes(x) or lies_in_a_stage(x) for x in values):
+        return all_call(what, work)
+    return work()
+
+
 def rows_of_all(value: Any) -> Any:
     """The rows that every process feeds, in the order of the processes; all of them call this together."""
     if not getattr(value, "is_fully_addressable", True):
@@ -224,12 +244,47 @@ def _from_a_stage(value: Any) -> Any:
     return jax.random.wrap_key_data(found, impl=jax.random.key_impl(value)) if is_key else found
 
 
-def of_processes(values: Any) -> Any:
-    """Numbers of every process, as ``[processes, ...]``; all of them call this together."""
-    wide = np.asarray(values, np.float64)
+def told_by_all(what: str, work: Callable[[], bytes]) -> list[bytes]:
+    """The bytes that each process makes, in the order of the processes; all of them call this together.
+
+    One in which ``work`` raises an error tells the others, so that all are at the same place after it.
+
+    Args:
+        what: the call in words, such as "the test of loss".
+        work: what to run; it may wait for no other process.
+
+    Raises:
+        PeerError: ``work`` raised an error in another process, or that does not come within the deadline.
+        Exception: ``work`` raised it here.
+    """
     if jax.process_count() == 1:
-        return wide[None]
-    return _together(wide.view(np.uint32)).view(np.float64)  # JAX would make float32
+        return [work()]
+    try:
+        said = work()
+    except Exception as error:
+        with suppress(PeerError):  # nobody hears it any more
+            all_call(what, partial(_bytes_of_all, _ENDED + summary(error).encode()))
+        raise
+    found = all_call(what, partial(_bytes_of_all, _GIVEN + said))
+    for process, words in enumerate(found):
+        if words.startswith(_ENDED):
+            raise PeerError(_ENDED_BY.format(what=what, process=process, why=words[1:].decode().rstrip(".")))
+    return [words.removeprefix(_GIVEN) for words in found]
+
+
+_GIVEN, _ENDED = b"+", b"-"
+_ENDED_BY = (
+    "An error in process {process} ended {what}, which needs all of them: {why}. Mend it there. All have "
+    "left that call, and can go on together."
+)
+
+
+def _bytes_of_all(own: bytes) -> list[bytes]:
+    """The bytes of all processes, however many each has; they travel in a length that is a power of 2."""
+    lengths = _together(np.array([len(own)], np.int32)).ravel()
+    size = 1 << int(lengths.max()).bit_length()
+    rows = _together(np.frombuffer(own.ljust(size), np.uint8))
+    return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
 
 
 def on_this_process(values: Sequence[Any]) -> list[Any]:

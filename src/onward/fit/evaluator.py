@@ -7,7 +7,8 @@ evaluator.activation("fc_1")
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from operator import itemgetter
 from typing import Any
 
@@ -20,15 +21,18 @@ from onward.core.pointing import Pointing
 from onward.core.program import Program, Variable
 from onward.core.structure import path_name
 from onward.core.walk import find, name_of, producers
+from onward.distribute.split.in_words import fingerprint
 from onward.execute.feeds import data_names, unshared
 from onward.execute.loop.history import expect_metrics
 from onward.execute.loop.interrupt import uninterrupted
 from onward.execute.loop.reader import LoopReader
 from onward.execute.out import Out
+from onward.execute.processes import told_by_all
 from onward.execute.spread import on_one_device
 from onward.execute.state import SPENT, State
 from onward.execute.step import Step
 from onward.execute.tuning import Tuning
+from onward.fit.beginning import Beginning, first_of
 from onward.fit.model import EvaluationRequest, Model, expect_model
 from onward.fit.over_reader import OfReader, ReaderNumbers
 
@@ -126,6 +130,8 @@ class Evaluator(NotPickled, Pointing):
         Raises:
             ArgumentError: an empty reader, one of the wrong structure, or without what the numbers need;
                 values of other shapes from batch to batch; a number beside the loss that is named ``loss``.
+            Of several processes one may have no batch; they have the same network and data of the same names.
+            PeerError: another process did not come within the deadline, or an error ended its test.
 
         Warns:
             UserWarning: a number that no batch tells its part of, such as a median: the mean is given; or
@@ -140,34 +146,60 @@ class Evaluator(NotPickled, Pointing):
             >>> ow.Evaluator(ow.Model(network)).test(ow.batches((x, mask), 3))
             {'loss': 4.0}
         """
-        return self.over(batch for batch, _ in LoopReader(reader, test=True).epoch(0))
+        return self.over(batch for one in [reader] for batch, _ in LoopReader(one, test=True).epoch(0))
 
     def over(self, batches: Iterable[Any]) -> dict[str, float]:
-        """The numbers of ``test`` of these batches."""
-        numbers: ReaderNumbers | None = None
-        names, reader = frozenset[str](), None
-        for batch in batches:
-            fed = {name: unshared(x) for name, x in as_feed(batch, self._names).items()}
-            if reader is None:
-                names = frozenset(fed)
-                reader = self._of_reader(names)
-            if not reader.parts.results or fed.keys() != names:
-                raise ArgumentError(_no_number(self.model.test_program.name, self._names, fed))
+        """The numbers of ``test`` of these batches, and of those of all processes."""
+        model, what = self.model, f"the test of {self.model.test_program.name}"
+        fed = ({k: unshared(x) for k, x in as_feed(batch, self._names).items()} for batch in batches)
+        ahead: list[Mapping[str, Any]] = []
+        _ = model.together  # copied by all processes, of which one may have no batch
+        begun = told_by_all(what, lambda: self._beginning(fed, ahead).to_bytes())
+        first = first_of(begun, model.test_program.name)
+        names = frozenset(first.names)
+        numbers = ReaderNumbers(self._of_reader(names).at(first.shapes or {}))
+        each = told_by_all(
+            f"the numbers of {what}", lambda: self._counted(numbers, names, chain(ahead, fed)).tobytes()
+        )
+        return numbers.of_all(np.stack([np.frombuffer(one) for one in each]), model.together)
+
+    def _beginning(self, fed: Iterator[Mapping[str, Any]], ahead: list[Mapping[str, Any]]) -> Beginning:
+        """The data of the first batch that has an example, which is put ``ahead``."""
+        program, reader, names = "", None, frozenset[str]()
+        if jax.process_count() > 1:
+            test_program = self.model.test_program
+            program = self.model.once("fingerprint", lambda: fingerprint(test_program))
+        for given in fed:
+            names = names or frozenset(given)
+            reader = reader or self._of_reader(names)
+            self._expect_numbers(reader, names, given)
+            if reader.given(given)[1]:
+                ahead.append(given)
+                return Beginning(program, tuple(sorted(names)), reader.shapes(given))
+        return Beginning(program, tuple(sorted(names)))
+
+    def _expect_numbers(self, reader: OfReader, names: frozenset[str], given: Mapping[str, Any]) -> None:
+        """Raise ``ArgumentError`` for data of other names, or of which no number is computed."""
+        if not reader.parts.results or given.keys() != names:
+            raise ArgumentError(_no_number(self.model.test_program.name, self._names, given))
+
+    def _counted(
+        self, numbers: ReaderNumbers, names: frozenset[str], batches: Iterable[Mapping[str, Any]]
+    ) -> np.ndarray:
+        """The sums and extremes of these batches, in one row."""
+        reader = numbers.reader
+        for fed in batches:
+            self._expect_numbers(reader, names, fed)
             given, rows, twice = reader.given(fed)
             if not rows:
                 continue
-            if numbers is None:
-                reader = reader.at(fed)
-                numbers = ReaderNumbers(reader)
-                given, rows, twice = reader.given(fed)
             numbers.look(fed)
             if twice or reader.is_alike(rows):
                 out = self._over_reader(reader, names)(self.model.together, given)
                 numbers.add(rows, twice, {v.name: out[v] for v in numbers.parts.program.outputs})
             else:
                 numbers.add_other(rows, metrics_of(self.forward(**fed)))
-        assert reader is not None
-        return (numbers or ReaderNumbers(reader)).numbers(self.model.together)
+        return numbers.told()
 
     def _of_reader(self, given: frozenset[str]) -> OfReader:
         def results(program: Program) -> dict[str, Variable]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
-from zlib import crc32
 
 import jax
 import numpy as np
@@ -19,7 +18,6 @@ from onward.core.walk import producers
 from onward.develop.over_batch.from_parts import FromParts, Results, Shape, at_shapes, from_parts, one_length
 from onward.develop.over_batch.known import Follows, How
 from onward.execute.feeds import data_names
-from onward.execute.processes import of_processes
 from onward.execute.state import State
 
 _EXTREMES: Mapping[How, Callable[..., Any]] = {How.MOST: np.max, How.LEAST: np.min}
@@ -65,11 +63,10 @@ class OfReader:
             self._alike[rows] = self.parts.is_alike(rows)
         return self._alike[rows]
 
-    def at(self, fed: Mapping[str, Any]) -> OfReader:
-        """The same for batches whose data is as long as that of this one along all axes but the examples'."""
-        shapes = self._shapes(fed)
+    def at(self, shapes: Mapping[str, Shape]) -> OfReader:
+        """The same for batches whose data is as long as this along all axes but the examples'."""
         key = tuple(shapes.values())
-        if not self.parts.split or key == tuple(self.parts.part[name].shape for name in shapes):
+        if not (self.parts.split and shapes) or key == tuple(self.parts.part[name].shape for name in shapes):
             return self
         if key not in self._at:
             try:
@@ -80,14 +77,14 @@ class OfReader:
 
     def unlike(self, fed: Mapping[str, Any]) -> tuple[str, Sequence[Variable]]:
         """The data of a batch that has another shape, and the results that are computed otherwise by it."""
-        shapes = self._shapes(fed)
+        shapes = self.shapes(fed)
         key = tuple(shapes.values())
         if key not in self._unlike:
             self._unlike[key] = self.parts.unlike_at(shapes)
         known = self.parts.part
         return next((name for name in shapes if known[name].shape != shapes[name]), ""), self._unlike[key]
 
-    def _shapes(self, fed: Mapping[str, Any]) -> dict[str, Shape]:
+    def shapes(self, fed: Mapping[str, Any]) -> dict[str, Shape]:
         """The shapes of a batch that has as many examples as was traced."""
         parts = self.parts
         given = ((name, np.shape(x)) for name, x in self.arrays(fed) if name in parts.part.variables)
@@ -146,7 +143,7 @@ class ReaderNumbers:
         self.reader, self.parts = reader, reader.parts
         self.apart: Mapping[str, str] = self.parts.apart
         self.rows = self.batches = self.other = 0
-        self._data = [v.name for v in self.parts.part.inputs]
+        self._places = ["", *(v.name for v in self.parts.part.inputs)]
         self.plain: dict[str, Any] = dict.fromkeys(self.parts.results, 0.0)
         self.total = {v: _nothing(v, follows) for v, follows in self.parts.found.items()}
         self._whole = _WholeData(reader)
@@ -195,18 +192,28 @@ class ReaderNumbers:
         for name, x in results.items():
             self.plain[name] += rows * np.asarray(x, np.float64)
 
-    def numbers(self, state: State) -> dict[str, float]:
-        """The numbers of all examples; of all processes, which call this together.
+    def told(self) -> np.ndarray:
+        """All of it in one row of float64, as long in each process."""
+        self._settle()
+        unlike = [self._places.index(self._unlike.get(v, "")) for v in self.parts.computed]
+        counts = [self.rows, self.batches, self.other, self._whole.is_cut]
+        values = (counts, list(self.plain.values()), unlike, *map(np.ravel, self.total.values()))
+        return np.concatenate([np.asarray(x, np.float64) for x in values])
+
+    def of_all(self, each: np.ndarray, state: State) -> dict[str, float]:
+        """The numbers of all examples, from what each process ``told``, [processes, numbers].
 
         Warns:
             UserWarning: there were several batches, and one cannot be told from those of each.
         """
-        self._settle()
-        rows, batches, *plain = _sums([self.rows, self.batches, *self.plain.values()])
+        sizes = [4, len(self.plain), len(self.parts.computed), *(x.size for x in self.total.values())]
+        counts, plain, unlike, *totals = np.split(each, np.cumsum(sizes)[:-1], axis=1)
+        rows, batches = counts[:, :2].sum(0)
         if not rows:
             raise ArgumentError(f"{self.parts.part.name}: the reader has no example: all batches are empty.")
-        means = {name: x / rows for name, x in zip(self.plain, plain, strict=True)}
-        is_one_length = self._tell_apart(several=batches > 1)
+        means = dict(zip(self.plain, plain.sum(0) / rows, strict=True))
+        self.other, is_one_length = map(int, counts[:, 2:].max(0))
+        self._tell_apart(is_one_length, unlike.max(0), several=batches > 1)
         rest = None if self.other or is_one_length or batches == 1 else self._rest(int(rows))
         if batches > 1:
             self._warn()
@@ -214,37 +221,24 @@ class ReaderNumbers:
             return {name: float(x) for name, x in means.items()}
         times, kinds = rows / self.parts.rows, self.parts.found
         found = {
-            v: self._over_processes(x, kinds[v], rows) * times ** kinds[v].power
-            for v, x in self.total.items()
+            v: _put_together(x, kinds[v], rows).reshape(v.shape) * times ** kinds[v].power
+            for v, x in zip(self.total, totals, strict=True)
         }
         found |= rest(state, {v.name: x for v, x in found.items()})
         exact = {name: float(_whole(v, found[v])) for name, v in self.parts.results.items()}
         return exact | {name: float(x) for name, x in means.items() if name in self.apart}
 
-    def _tell_apart(self, several: bool) -> bool:
-        """Note the results of which all processes have means alone; whether those are all there are."""
+    def _tell_apart(self, is_one_length: int, unlike: Any, several: bool) -> None:
+        """Note the results of which all processes have means alone, given the data that is another shape."""
         parts = self.parts
-        self.other, is_one_length = map(int, of_processes([self.other, self._whole.is_cut]).max(0))
-        unlike = self._unlike_of_all()
         if is_one_length:
             why = one_length(parts.part, (*parts.split, *sorted(parts.by_chance)))
             self.apart = dict.fromkeys(parts.results, why)
         elif several:
-            found = ((name, unlike[v]) for name, v in parts.results.items() if v in unlike)
+            of = {v: self._places[int(x)] for v, x in zip(parts.computed, unlike, strict=True)}
+            found = ((name, of[v]) for name, v in parts.results.items() if of.get(v))
             why = "has another shape in another batch, apart from the examples"
             self.apart = {**self.apart, **{name: f"{data!r} {why}" for name, data in found}}
-        return bool(is_one_length)
-
-    def _unlike_of_all(self) -> dict[Variable, str]:
-        """The results of which some process has means alone, with the data that has another shape."""
-        names = ["", *self._data]
-        own = [names.index(self._unlike.get(v, "")) for v in self.parts.computed]
-        shapes = crc32(repr([v.type for v in self.parts.part.inputs]).encode())
-        flags = of_processes([shapes, *own])
-        if len(set(flags[:, 0])) > 1:  # each process has batches of a shape of its own
-            return dict.fromkeys(self.parts.computed, self.parts.split[0])
-        places = zip(self.parts.computed, flags[:, 1:].max(0).astype(int), strict=True)
-        return {v: names[place] for v, place in places if place}
 
     def _rest(self, rows: int) -> _OfAll | None:
         try:
@@ -252,11 +246,6 @@ class ReaderNumbers:
         except OnwardError:  # of all examples together the function computes something else
             self.other = rows
             return None
-
-    def _over_processes(self, x: Any, follows: Follows, rows: float) -> Any:
-        """A value over all examples, for parts as long as the traced one."""
-        each = of_processes(np.ravel(x)).reshape(-1, *np.shape(x))
-        return _EXTREMES[follows.kind](each, 0) if follows.kind in _EXTREMES else np.sum(each, 0) / rows
 
     def _warn(self) -> None:
         name = self.parts.part.name
@@ -336,8 +325,9 @@ def _other_shape(parts: FromParts, v: Variable, x: Any) -> str:
     )
 
 
-def _sums(values: list[Any]) -> list[float]:
-    return [float(x) for x in np.sum(of_processes([float(x) for x in values]), 0)]
+def _put_together(each: np.ndarray, follows: Follows, rows: float) -> Any:
+    """A value over all examples from those of each process, for parts as long as the traced one."""
+    return _EXTREMES[follows.kind](each, 0) if follows.kind in _EXTREMES else np.sum(each, 0) / rows
 
 
 def _whole(v: Variable, x: Any) -> Any:

@@ -131,7 +131,7 @@ class TrainerParts(ByName, NotPickled, Pointing):
     def expect_one_training(self, fed: Any) -> None:
         """Raise ``ArgumentError`` if each of several processes would train a model of its own on this data.
 
-        Where the arrays of a step lie over all of them, be it one of the data, it is one step of all.
+        Where the arrays of a step lie over all of them, even if only one of the data, it is one step of all.
         """
         if self._is_one or (count := place_among_processes()[1]) == 1:
             return

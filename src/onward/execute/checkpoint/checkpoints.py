@@ -46,7 +46,7 @@ from onward.execute.disk.durable import discard, make_folder, sweep, sync
 from onward.execute.disk.encoding import encode
 from onward.execute.disk.lock import Lock, LockedError
 from onward.execute.loop.history import History
-from onward.execute.processes import gathered, place_among_processes
+from onward.execute.processes import gathered, place_among_processes, reading_whole
 from onward.execute.state import State
 
 WRITER = ".writer"  # the file that its writer locks
@@ -232,7 +232,11 @@ class Checkpoints:
         extra = json_data(extra)
         self.wait()
         self.claim()
-        encoded = {named("arrays", name): encode(name, gathered(value)) for name, value in arrays.items()}
+        encoded = reading_whole(
+            f"the checkpoint of step {step}",
+            arrays.values(),
+            lambda: {named("arrays", name): encode(name, gathered(x)) for name, x in arrays.items()},
+        )
         sequence, path = self._next(step)
         self._newest = max(self._newest, sequence)
         index, _ = place_among_processes()

@@ -39,7 +39,8 @@ class LoopReader:
     Args:
         reader: any iterable, or a callable that returns one. A callable with one required argument is given
             the number of the epoch; a reader with ``set_epoch`` is told it.
-        test: whether messages call it the test reader, whose epochs nobody counts.
+        test: whether it is a test reader, whose epochs nobody counts, and which may have no batch for one of
+            several processes.
 
     Attributes:
         length: the number of batches in an epoch, or None when ``len(reader)`` does not say.
@@ -114,11 +115,10 @@ class LoopReader:
             if count > skip:
                 yield batch, self._position(source)
         self.end = self._position(source) if self._stays and source is not iterator else None
-        if not count and target is None:
-            when, name = ("", "test") if self._test else (f" in epoch {number}", "reader")
+        if not count and target is None and not self._test:
             raise ArgumentError(
-                f"{self._who} yielded no batch{when}. If it can be read only once, pass a callable that "
-                f"makes a new one: {name}=lambda: read(files)."
+                f"The reader yielded no batch in epoch {number}. If it can be read only once, pass a "
+                "callable that makes a new one: reader=lambda: read(files)."
             )
         if count < skip:
             raise ArgumentError(

@@ -36,7 +36,7 @@ from onward.execute.nonfinite.numbers import Numbers
 from onward.execute.nonfinite.walk_back import BadValue, FaultOrigin, walk_back
 from onward.execute.pieces import PiecewiseRun
 from onward.execute.portions import Portions
-from onward.execute.processes import gathered, on_this_process
+from onward.execute.processes import gathered, on_this_process, reading_whole
 
 
 def find(program: Program, state: Mapping[str, Any], data: tuple[Any, ...]) -> NonFinite | None:
@@ -168,7 +168,8 @@ class _ObservedStep:
             found = self._results(lifted(self.program, distinct))
             each = [x.reshape(-1, *v.shape) for x, v in zip(found, distinct, strict=True)]
             at = {v: x[device if len(x) > 1 else 0] for v, x in zip(distinct, each, strict=True)}
-        return [gathered(at[v]) for v in variables]
+        found = [at[v] for v in variables]
+        return reading_whole("the search for the origin", found, lambda: list(map(gathered, found)))
 
     def _values_of_pieces(self, pieces: PiecewiseRun, wanted: Sequence[Variable]) -> Mapping[Variable, Any]:
         known = {v: self.given[v] for v in wanted if v in self.given}
