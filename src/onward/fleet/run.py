@@ -26,6 +26,7 @@ from onward.fleet.collect import Collector
 from onward.fleet.fence import claim_driver, only_driver
 from onward.fleet.job import ClusterJob
 from onward.fleet.messages import HistoryRow, ServerStatus, TrainerStatus
+from onward.fleet.modes import Local, Sync
 from onward.fleet.settings import Settings, check_same_training
 from onward.fleet.supervisor import Supervisor
 
@@ -45,8 +46,9 @@ class Run:
             (steps ahead of the slowest trainer), ``examples``, ``sent`` and ``received`` (bytes),
             ``seconds``, ``waited``, and ``time`` (seconds since the beginning, by the trainer's clock). A
             step that was made again has one record, and so has one whose trainer died before it told of it
-            (unless the first server died with it). Hyperparameters that changed when a folder was resumed
-            stand there by their names.
+            (unless the first server died with it). While it trains, in the order in which it hears of them;
+            then in that of rounds and trainers, or of the time where each goes at its own pace.
+            Hyperparameters that changed when a folder was resumed stand there by their names.
         watched: for each trainer, what ``watch`` made it and the servers look at; ``history.watched`` is that
             of the first.
         load: about once a second for each server: ``server``, ``queue``, ``busy`` (share of the time),
@@ -251,6 +253,9 @@ class Run:
             self.progress.close()
             with suppress(Exception):
                 self._stack.close()
+            if self.history:
+                is_in_rounds = isinstance(self.settings.mode, Sync | Local)
+                self.history.arrange(*(("step", "trainer") if is_in_rounds else ("time",)))
 
     def _end(self) -> None:
         """Take the parameters, of the last update that was made, and what the servers say in the end."""
