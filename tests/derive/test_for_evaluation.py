@@ -159,8 +159,20 @@ def test_of_a_replicated_training(averaged):
     ("merge", "word"), [(ow.Sharded(), "sharded"), (ow.merge.LocalSGD(2), "per replica")]
 )
 def test_what_devices_keep_in_parts_is_refused(averaged, merge, word):
-    with pytest.raises(ow.GraphError, match=f"'./average' of EMA {word}.*Average"):
+    with pytest.raises(ow.GraphError, match=f"'./average' of EMA {word}.*Average") as refused:
         ow.for_evaluation(ow.replicate(averaged[0], 2, merge))
+    assert ("restore a checkpoint with the Program as it was" in str(refused.value)) == (word == "sharded")
+
+
+def test_averages_in_parts_are_whole_in_a_checkpoint(averaged, tmp_path):
+    step = ow.compile(ow.replicate(averaged[0], 2, merge=ow.Sharded()))
+    state, _ = step(step.init(PARAMS), X)
+    with ow.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(state, 1)
+    restored = ow.averaged(averaged[0], ow.compile(averaged[0]).restore(checkpoints))
+    alone = ow.compile(averaged[0])
+    expected = ow.averaged(averaged[0], alone(alone.init(PARAMS), X)[0])
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7), restored, expected)
 
 
 def test_the_state_of_averages_in_parts_is_refused(averaged):

@@ -135,12 +135,20 @@ def _expect_whole(program: Program, averages: Averages) -> None:
     places = {v.name: v.placement for v in program.state}
     for _, rule, slots, _ in averages.evaluated:
         for v in (v for slot in slots.values() for v in slot.arrays):
-            if places.get(v.name, Placement.REPLICATED) is not Placement.REPLICATED:
+            place = places.get(v.name, Placement.REPLICATED)
+            if place is not Placement.REPLICATED:
                 raise GraphError(
                     f"Program {program.name!r} keeps {v.name!r} of {type(rule).__name__} "
-                    f"{places[v.name].replace('_', ' ')}, which a Program for one device cannot read. Merge "
-                    "with Average(), or evaluate the parameters themselves: for_test(program)."
+                    f"{place.replace('_', ' ')}, which a Program for one device cannot read. "
+                    f"{_OF_PARTS * (place is Placement.SHARDED)}Merge with Average(), or evaluate the "
+                    "parameters themselves: for_test(program)."
                 )
+
+
+_OF_PARTS = (
+    "To read them, restore a checkpoint with the Program as it was before replicate: Trainer(model, "
+    "optimizer).restore(folder), or compile(program).restore(checkpoints), makes them whole. "
+)
 
 
 def _evaluated(
