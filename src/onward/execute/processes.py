@@ -262,8 +262,8 @@ def told_by_all(what: str, work: Callable[[], bytes]) -> list[bytes]:
     try:
         said = work()
     except Exception as error:
-        with suppress(PeerError):  # nobody hears it any more
-            all_call(what, partial(_bytes_of_all, _ENDED + summary(error).encode()))
+        with suppress(Exception):  # nobody hears it any more
+            all_call(what, partial(_bytes_of_all, _ENDED + summary(error).encode(errors="replace")))
         raise
     found = all_call(what, partial(_bytes_of_all, _GIVEN + said))
     for process, words in enumerate(found):

@@ -56,6 +56,7 @@ HOPELESS = frozenset(
     {PeerState.FAILED, PeerState.DEAD, PeerState.MISMATCHED, PeerState.FINISHED, PeerState.GAVE_UP}
 )
 ON_THE_WAY = frozenset({PeerState.ABSENT, PeerState.LATE})
+_OF_ORDER = frozenset({PeerState.MISMATCHED, PeerState.FINISHED, PeerState.ABSENT})
 
 _OTHER_PROGRAM = (
     ": these are different Programs. All processes run the same one: the same network, optimizer and rates, "
@@ -71,9 +72,6 @@ _ADVICE = {
     PeerState.ABSENT: _COUNT,
     PeerState.GAVE_UP: "Start all processes again.",  # its own words say more
 }
-
-
-_OF_ORDER = frozenset({PeerState.MISMATCHED, PeerState.FINISHED, PeerState.ABSENT})
 
 
 @dataclass(frozen=True)
