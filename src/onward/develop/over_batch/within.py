@@ -215,14 +215,14 @@ def _is_plain(following: Following, part: Program) -> bool:
 
 
 def _adding(body: Program, first: int, carries: int) -> Program | None:
-    """What a turn adds to each carry, in place of the carry; None if it does something else with one."""
+    """The same that gives what a turn adds to each carry; None if it does something else with one."""
     pairs = zip(body.inputs[first : first + carries], body.outputs, strict=False)
     added = list(starmap(partial(_added, body), pairs))
     return None if None in added else replace(body, outputs=(*filter(None, added), *body.outputs[carries:]))
 
 
 def _added(body: Program, carry: Variable, after: Variable) -> Variable | None:
-    """What is added to a carry, the carry itself for a number; None if it is read by anything else."""
+    """The value that is added to a carry, the carry itself for a number; None if anything else reads it."""
     moved = descendants(body, [carry])
     moving = [op for op in body.ops if not moved.isdisjoint(op.outputs)]
     is_alone = [v for v in body.outputs if v in moved] == [after] and all(map(_hands_on, moving[:-1]))
