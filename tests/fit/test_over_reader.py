@@ -318,6 +318,17 @@ def test_a_short_batch_that_computes_otherwise_is_warned_of(network):
     )
 
 
+def test_an_equation_of_each_example_that_is_solved_without_a_transpose():
+    def network(w, x):
+        halves = jax.lax.custom_linear_solve(lambda h: 2 * h, x * w, lambda _, h: h / 2)
+        return halves.mean(), halves.max()
+
+    x, w = RNG.normal(size=(8, 3)).astype("float32"), np.ones(3, "float32")
+    model = ow.Model(ow.trace(network, w, x, has_aux=True), w)
+    found = ow.Evaluator(model).test(np.split(x, [3, 7]))
+    np.testing.assert_allclose([found["loss"], found["aux"]], [x.mean() / 2, x.max() / 2], 1e-5)
+
+
 def test_graphs_of_several_sizes_beside_examples():
     def network(w, x, graph):
         return jnp.mean(w * x) + graph.mean(), jnp.sum(x)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate, starmap
+from itertools import accumulate, pairwise, starmap
 
 from onward.core.jaxprs.body import Body, Call
 from onward.core.jaxprs.loops import carry_of, result_of
@@ -80,7 +80,7 @@ class _BodyWalk:
             return self.cond([f for f, _ in given.values])
         values = [f for f, _ in given.values]
         if row.runs is Runs.SOLVE:
-            return self.solve(given, call.params["const_lengths"])
+            return self.solve(given, call)
         if row.runs is Runs.SCAN and len(self.parts) == 1:
             return self.scan(given, call)
         if row.runs is Runs.WHILE:
@@ -124,15 +124,16 @@ class _BodyWalk:
         joined = [_of_branches(fs) for fs in zip(*found, strict=True)]
         return None if None in joined else [f for f in joined if f is not None]
 
-    def solve(self, given: Operands, lengths: Iterable[int]) -> list[Follows] | None:
+    def solve(self, given: Operands, call: Call) -> list[Follows] | None:
         """The solution of a linear system; None unless what it is differentiated by is known as well."""
-        *starts, end = accumulate(lengths, initial=0)
-        given.settle(*range(end))
+        ends = list(accumulate(call.params["const_lengths"]))
+        given.settle(*range(ends[-1]))
         values = [f for f, _ in given.values]
-        consts = [values[i:j] for i, j in zip(starts, (*starts[1:], end), strict=True)]
-        pairs = zip(self.wholes, self.parts, consts, strict=True)
-        found = [self.called(whole, part, [*own, *values[end:]]) for whole, part, own in pairs]
-        return None if None in found else found[_SOLVER]
+        consts = [values[i:j] for i, j in pairwise([0, *ends])]
+        there = [i for i, run in enumerate(call.params["jaxprs"]) if run is not None]
+        pairs = zip(self.wholes, self.parts, there, strict=True)
+        found = [self.called(whole, part, [*consts[i], *values[ends[-1] :]]) for whole, part, i in pairs]
+        return None if None in found else found[there.index(_SOLVER)]
 
     def scan(self, given: Operands, call: Call) -> list[Follows] | None:
         """The carry at the end, and what each turn gives, stacked."""
