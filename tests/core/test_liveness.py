@@ -36,6 +36,9 @@ def computed(function, *args):
         (lambda w: w @ w @ w @ w, 2),
         (lambda w: (w @ w) @ (w @ w + 1), 3),
         (lambda w: jnp.exp(w @ w), 1),  # over what is read for the last time
+        (lambda w: jnp.exp(jnp.sort(w, 0)), 1),
+        (lambda w: jnp.exp(jnp.sort(w, 0).T), 2),  # others are still read of what would be written over
+        (lambda w: jnp.exp((x := jnp.sort(w, 0)) + x[:1]), 2),
         (lambda w: jnp.exp(jnp.sin(w * 2)) @ w, 2),  # a chain of arithmetic is one array
         (lambda w: (x := w @ w) @ x + jnp.exp(x), 2),
         (lambda w: (w @ w).reshape(N * N).reshape(N, N) @ w, 2),  # other views

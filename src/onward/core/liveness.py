@@ -6,7 +6,8 @@ how long. A compiler writes far fewer arrays than a Program has Variables, by ru
 * a reshape, a name or a barrier is another view of the same array;
 * arithmetic number by number that is read by one op of its kind, or by a reduction, is done within that and
   never written down; where it is cheap and reads one array, it is done within each such reader;
-* such arithmetic, a loop and a scatter write over an operand that nobody reads later, if it is as large;
+* such arithmetic, a loop and a scatter write over an operand that nobody reads later, if it is as large, and
+  if arithmetic reads of it the number in whose place it writes;
 * the next value of state is written over the old one, once that was read for the last time;
 * random bits of Threefry are two words for each number, of which readers make one, and two more while they
   are drawn;
@@ -223,11 +224,23 @@ class _LivenessWalk:
             if 0 <= array.begin < array.end < len(self.steps):
                 ending.setdefault((array.end, array.bytes), []).append(array)
         for array in self.arrays:
-            before = ending.get((array.begin, array.bytes))
-            if before and of(self.steps[array.begin].kind).may_overwrite:
-                source = before.pop()
+            source = self._overwritten(array, ending.get((array.begin, array.bytes), []))
+            if source is not None:
                 source.end -= 1
                 source.is_written_over = True
+
+    def _overwritten(self, array: Array, ending: list[Array]) -> Array | None:
+        """Of the arrays as large as one that end where it begins that which it is written over.
+
+        What is read at other places than those that are written is still needed.
+        """
+        if not ending or not of(self.steps[array.begin].kind).may_overwrite:
+            return None
+        elsewhere = self.fused.displaced.get(self.order[array.begin], frozenset())
+        source = next((a for a in reversed(ending) if elsewhere.isdisjoint(a.variables)), None)
+        if source is not None:
+            ending.remove(source)
+        return source
 
     def _turn(self, program: Program) -> int:
         """The bytes that a turn of a loop takes at most, besides its inputs and constants."""

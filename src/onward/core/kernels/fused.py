@@ -31,6 +31,7 @@ from onward.core.program import Program, Variable
 from onward.core.steps import Equation
 
 _HANDED_OUT = _GIVEN = -1
+_ELSEWHERE = (Moves.REPEATS, Moves.CUTS, Moves.CUTS_AT, Moves.LOOKS_UP, Moves.PADS, Moves.JOINS)
 _MANY = 20_000  # steps, of which a bit is kept for each pair
 Wire: TypeAlias = tuple[Variable, int]
 
@@ -201,6 +202,26 @@ class FusedSteps:
             within |= dict.fromkeys(step.outputs, wires[i])
         return wires
 
+    @cached_property
+    def displaced(self) -> dict[int, frozenset[Variable]]:
+        """For the number of each kernel what it reads in memory at other places than those it writes."""
+        found: dict[int, frozenset[Variable]] = {}
+        moved: dict[Variable, frozenset[Variable]] = {}
+        for i, step in enumerate(self.steps):
+            before = frozenset(u for v in step.inputs for u in moved.get(v, ()))
+            here = frozenset(self.sources[i]) if self._displaces(step) else before
+            if i in self.kernels:
+                found[i] = here
+            if i not in self.kernels or i in self.again:
+                moved |= dict.fromkeys(step.outputs, here)
+        return found
+
+    def _displaces(self, step: Equation) -> bool:
+        """Whether it puts numbers elsewhere than where they stood; one that cuts nothing off does not."""
+        moves = of(step.kind).moves
+        is_whole = all(v.size == step.outputs[0].size for v in step.inputs)
+        return moves is Moves.PERMUTES or (moves in _ELSEWHERE and not is_whole)
+
     def _holds(self, step: Equation) -> bool:
         return self.rules.keeps_barriers and of(step.kind).moves is Moves.HOLDS
 
@@ -230,6 +251,8 @@ class FusedSteps:
                 users[k].append(i)
         # XLA notes a kernel of several steps as a reader when it makes it, and makes the last ones first.
         fused = {k for kernels in self.within.values() for k in kernels}
+        if self.rules.expands:  # a transpose is two steps, of which one writes the new layout down
+            fused |= {i for i in nodes if of(self.steps[i].kind).moves is Moves.PERMUTES}
         for group in users.values():
             group.sort(key=lambda i: (self._is_put_last(i), i in fused, -i if i in fused else i))
         ready = [i for i in nodes if not missing[i]]
