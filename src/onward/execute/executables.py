@@ -9,6 +9,7 @@ from typing import Any
 from onward.core.errors import ArgumentError, OnwardError
 from onward.core.program import Program
 from onward.core.recipe import rebuilt
+from onward.develop.tuned import Tuned
 from onward.execute.executable import Executable
 from onward.execute.feeds import Feeds, key_of
 from onward.execute.layout import Layout
@@ -17,7 +18,6 @@ from onward.execute.portions import Filling, Portions
 from onward.execute.state import State
 from onward.execute.storage.plan import plan as storage_of
 from onward.execute.storage.storage import Storage
-from onward.execute.tuning import Tuned
 
 
 class Executables:

@@ -1,0 +1,116 @@
+"""Transform a Program before it is compiled: the same results with less work.
+
+``compile`` applies this, and whatever foretells or measures a compiled step does so too: repeated layers are
+a loop where this gains something, products leave a loop that need not be computed turn by turn, bodies are
+others where the device is slow at these, and fences stand where a compiler would compute a value again and
+again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+
+from onward.core.errors import GraphError, RecipeError
+from onward.core.program import Program
+from onward.develop.fence import fence, worth_fencing
+from onward.develop.fission.fission import fission, fissions
+from onward.develop.recompute.lean import lean
+from onward.develop.recompute.loops import is_recomputed
+from onward.develop.rewrite.formulations import reformulated, reformulated_ops
+from onward.develop.roll.roll import roll as rolled
+from onward.develop.roll.roll import roll_where_worth, rolls_of
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A Program as it is compiled, and what was done to it, in words."""
+
+    program: Program
+    notes: tuple[str, ...]
+
+
+def tuned(
+    program: Program,
+    fetch: Sequence[str] = (),
+    tune: bool = True,
+    roll: bool | None = None,
+    may_split: bool = True,
+) -> Tuned:
+    """The Program that ``compile`` makes of one, for the devices that JAX shows.
+
+    Args:
+        program: as people gave it.
+        fetch: names of what has to be there.
+        tune: whether anything may be done that is not asked for.
+        roll: whether repeated layers become a loop; None: where it gains something.
+        may_split: whether products leave loops that need not be computed turn by turn.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, onward as ow
+        >>> def loss(w, x):
+        ...     return jnp.sum(jax.lax.reduce_window(w * x, -jnp.inf, jax.lax.max, (2,), (2,), "VALID"))
+        >>> program = ow.SGD(0.1).minimize(loss, jnp.ones(4), jnp.ones(4))
+        >>> print(*tuned(program).notes, sep="; ")
+        not rolled: no layer repeats; rewritten for cpu: reduce_window_max 1, reduce_window_max_grad 1
+    """
+    if program.code is not None:
+        return Tuned(program, ("loaded from a file: compiled as it was saved",))
+    program, note = _rolled(program, fetch, tune, roll)
+    if not tune:
+        return Tuned(program, (note,))
+    leaner = _lean(program)
+    kept = (
+        () if leaner is program else ("lean: the backward pass computes again what is cheaper than to keep",)
+    )
+    found = reformed(leaner, may_split)
+    return Tuned(found.program, (note, *kept, *found.notes))
+
+
+def reformed(program: Program, may_split: bool = True) -> Tuned:
+    """The last part of ``tuned``, behind which all that is kept for the backward pass still is."""
+    platform, notes = jax.default_backend(), []
+    if may_split and (loops := fissions(program)) and not is_recomputed(program):
+        program = fission(program)
+        notes.append(f"fission: {'; '.join(loops)}")
+    if found := Counter(op.type for op in reformulated_ops(program, platform)):
+        program = reformulated(program, platform)
+        notes.append(f"rewritten for {platform}: {_counted(found)}")
+    if (is_worth := worth_fencing(program, platform))[0]:
+        program = fence(program, platform)
+        notes.append(f"fenced: {is_worth[1]}")
+    return Tuned(program, tuple(notes))
+
+
+def _lean(program: Program) -> Program:
+    is_meant = jax.default_backend() == "cpu" and rolls_of(program) and not is_recomputed(program)
+    return lean(program) if is_meant else program
+
+
+def _rolled(program: Program, fetch: Sequence[str], tune: bool, roll: bool | None) -> tuple[Program, str]:
+    if is_recomputed(program):
+        loops = "" if rolls_of(program) else "; a budget in place of scopes would roll repeated layers"
+        return program, f"recomputed: print(recomputed(program)) tells what{loops}"
+    if rolls_of(program):
+        return program, _words(program)
+    if roll:
+        result = rolled(program, keep=fetch)
+        return result, _words(result)
+    if roll is not None or not tune:
+        return program, "not rolled: switched off"
+    try:
+        result, verdict = roll_where_worth(program, keep=fetch)
+    except (GraphError, RecipeError) as error:
+        return program, f"not rolled: {error}"
+    return result, _words(result) if verdict else f"not rolled: {verdict.reason}"
+
+
+def _counted(found: Counter[str]) -> str:
+    return ", ".join(f"{kind} {count}" for kind, count in found.items())
+
+
+def _words(program: Program) -> str:
+    return "rolled: " + "; ".join(map(str, rolls_of(program)))
