@@ -1,4 +1,8 @@
-"""The temporary memory of a step: estimated from its ops, and of what XLA makes of them."""
+"""The temporary memory of a step: estimated from its ops, and of what XLA makes of them.
+
+Both are of the ops that ``compile`` would run: what a device is slow at has another body there, which may
+take a fraction of the memory.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from onward.core.liveness import lifetimes
 from onward.core.lower import lower
 from onward.core.program import Op, Program, Variable
 from onward.core.words import Pass
+from onward.develop.tuned import reformed
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,7 @@ class Peak:
 
 def estimated(program: Program) -> Peak:
     """Estimate the peak of live memory when ops run in order, not counting the step's inputs and results."""
+    program = reformed(program).program
     lives = lifetimes(program, results(program))
     end = len(lives.steps)
     lives = replace(lives, arrays=tuple(a for a in lives.arrays if a.begin >= 0 and a.end < end))
@@ -46,6 +52,7 @@ def results(program: Program) -> tuple[Variable, ...]:
 
 def compiled(program: Program) -> int:
     """The bytes of temporary memory of the compiled step, its changing state donated."""
+    program = reformed(program).program
     changed = [v for v in program.state if v in program.next_state]
     lent = [v for v in program.state if v not in program.next_state]
     run = lower(program, results(program))
