@@ -63,7 +63,7 @@ def program(name):
 @pytest.mark.parametrize("name", ["mlp", "blocks", "blocks recomputed", "transformer"])
 def test_the_curve_is_the_sum_of_its_shares(name):
     found = memory(program(name))
-    assert [m.op for m in found.curve] == list(found.program.ops)
+    assert [m.op for m in found.curve] == list(found.compiled.ops)
     assert all(m.bytes == sum(m.shares.values()) for m in found.curve)
     assert found.peak == max(m.bytes for m in found.curve) == sum(found.shares.values())
     assert found.peak_op is next(m.op for m in found.curve if m.bytes == found.peak)
@@ -134,7 +134,7 @@ def test_the_picture_tells_the_peak_and_every_op():
     told = texts(found.plot().svg)
     peak = next(t for t in told if t.startswith("peak "))
     assert found.peak_op.type in peak
-    assert sum(t.startswith("here ") for t in told) == len(found.program.ops)
+    assert sum(t.startswith("here ") for t in told) == len(found.compiled.ops)
     assert {"forward", "backward"} <= set(told)
 
 

@@ -26,6 +26,14 @@ def expect_program(program: Any, what: str) -> None:
 _MAKE_ONE = "Make one: trace(function, params, *data), or optimizer.minimize(function, params, *data)."
 
 
+def expect_switches(what: str, choices: tuple[bool | None, ...] = (True, False), **given: Any) -> None:
+    """Raise ``ArgumentError`` for an option, by its name, that is none of these."""
+    for word, value in given.items():
+        if not any(value is choice for choice in choices):
+            meant = ", or None for where it gains something" if None in choices else ""
+            raise ArgumentError(f"{what}: {word} is {value!r}; expected True or False{meant}.")
+
+
 def check(program: Program) -> Program:
     """Return the Program if it keeps the rules of the graph, else raise ``GraphError``.
 

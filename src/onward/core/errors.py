@@ -99,7 +99,7 @@ class OutOfMemoryError(OnwardError, MemoryError, RuntimeError):
     """A step needs more memory than a device has left; a ``RuntimeError`` too, as the one of JAX behind it.
 
     Attributes:
-        program: the Program as it was compiled: ``onward.memory(error.program)``.
+        program: the Program as it was compiled: ``onward.memory(error.program, tune=False)``.
         asked: the bytes that the allocator was asked for; None where it does not say.
         free: the bytes that it had left; None where it does not say.
         limit: the bytes that it may hand out at all; None where nobody says.

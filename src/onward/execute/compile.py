@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
-from onward.core.errors import ArgumentError
+from onward.core.check import expect_switches
 from onward.core.first_use import at_first_call
 from onward.core.program import Program, Variable
 from onward.core.structure import is_word
@@ -135,8 +135,8 @@ def compile(  # noqa: A001
         }
         step: PipelineStep = _pipelined(program, donate, check_feeds, options, deadline, beside)
         return step
-    _expect_switches({"roll": roll, "keep_memory": keep_memory}, (True, False, None))
-    _expect_switches({"tune": tune, "check_finite": check_finite, "check_feeds": check_feeds}, (True, False))
+    expect_switches("compile", tune=tune, check_finite=check_finite, check_feeds=check_feeds)
+    expect_switches("compile", (True, False, None), roll=roll, keep_memory=keep_memory)
     given, on = program, Cores.of(cores)
     if on is not None:
         on.expect(program)
@@ -158,13 +158,6 @@ def compile(  # noqa: A001
         keep_memory,
         found.compiler,
     )
-
-
-def _expect_switches(given: Mapping[str, Any], choices: tuple[bool | None, ...]) -> None:
-    for word, value in given.items():
-        if not any(value is choice for choice in choices):
-            meant = ", or None for where it gains something" if None in choices else ""
-            raise ArgumentError(f"compile: {word} is {value!r}; expected True or False{meant}.")
 
 
 def _chosen(options: Any, programs: Sequence[Program], cores: int) -> tuple[OptionSet, tuple[str, ...]]:

@@ -80,7 +80,7 @@ def out_of_memory(
     )
     is_whole = program.partition is None  # of parts nothing is known before the compiler splits them
     room = max(limit - others, 0) if limit is not None and is_whole else None
-    shortage = Shortage(MemoryUse(program), sum(map(nbytes, beside)), device.platform, room)
+    shortage = Shortage(MemoryUse(program, tune=False), sum(map(nbytes, beside)), device.platform, room)
     parts = [
         _first(program, device, asked, free, limit),
         _held(shortage, compiled),

@@ -16,16 +16,29 @@ from onward.core.marks import FETCH
 from onward.core.program import Op, Program, Variable
 from onward.core.words import Kind, Pass
 from onward.develop.recompute.measure import results
+from onward.develop.tuned import tuned
 from onward.execute.memory.held import Held, MemoryShare, PeakMoment
 
 
 class MemoryUse:
-    """The bytes that a Program takes, op by op."""
+    """The bytes that a Program takes, op by op of what ``compile`` makes of it.
 
-    def __init__(self, program: Program) -> None:
-        self.program = program
-        self._lives = lifetimes(program, results(program), _rules(program))
-        self._gradients = {g for _, g in program.gradients}
+    Args:
+        program: as people gave it.
+        tune: whether ``compile`` may do what is not asked for, as it does by default; False: the ops of the
+            Program as they stand.
+        roll: whether repeated layers become a loop, as in ``compile``.
+
+    Attributes:
+        program: as people gave it.
+        compiled: as it is compiled, whose ops are those of the curve.
+    """
+
+    def __init__(self, program: Program, tune: bool = True, roll: bool | None = None) -> None:
+        self.program, self._options = program, (tune, roll)
+        self.compiled = tuned(program, tune=tune, roll=roll).program
+        self._lives = lifetimes(self.compiled, results(self.compiled), _rules(self.compiled))
+        self._gradients = {g for _, g in self.compiled.gradients}
 
     @cached_property
     def curve(self) -> tuple[PeakMoment, ...]:
@@ -35,7 +48,7 @@ class MemoryUse:
             if step.op not in most or self._lives.bytes[i] > self._lives.bytes[most[step.op]]:
                 most[step.op] = i
         moments, at = [], 0
-        for number, op in enumerate(self.program.ops):
+        for number, op in enumerate(self.compiled.ops):
             at = most.get(number, at)
             shares = {share: taken[at] for share, taken in self._taken.items()}
             moments.append(PeakMoment(op, sum(shares.values()), shares))
@@ -76,7 +89,7 @@ class MemoryUse:
         )
 
     def _op(self, step: int) -> Op:
-        return self.program.ops[self._lives.steps[step].op]
+        return self.compiled.ops[self._lives.steps[step].op]
 
     @property
     def on_host(self) -> int:
@@ -86,7 +99,7 @@ class MemoryUse:
     @property
     def peak(self) -> int:
         """The most bytes that are taken at once, on the device."""
-        return max((moment.bytes for moment in self.curve), default=sum(self.shares.values()))
+        return max(self._lives.bytes, default=0) or sum(self.shares.values())
 
     @property
     def peak_op(self) -> Op | None:
@@ -106,13 +119,13 @@ class MemoryUse:
     @cached_property
     def held(self) -> tuple[Held, ...]:
         """The arrays in memory at the peak, the largest first; without those inside of a loop."""
-        known = set(self.program.variables.values())
+        known = set(self.compiled.variables.values())
         return tuple(self._held(array, known) for array in self._lives.alive(self._lives.peak))
 
     @cached_property
     def names(self) -> Mapping[Variable, str]:
         """The names of what was computed in scopes that nobody named."""
-        return scoped_names(self.program)
+        return scoped_names(self.compiled)
 
     def _held(self, array: Array, known: set[Variable]) -> Held:
         shown = next((v for v in array.variables if v in known), array.variables[0])

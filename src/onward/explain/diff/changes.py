@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from onward.core.cost import cost
-from onward.core.liveness import lifetimes
 from onward.core.program import Op, Program
+from onward.execute.memory.use import MemoryUse
 from onward.explain.diff.compare import Fact, Pair
 from onward.explain.diff.match import Matching
 
@@ -35,9 +35,12 @@ class Changes:
 
     @property
     def costs(self) -> Mapping[str, tuple[int, int]]:
-        """Estimates for both: operations, bytes moved and exchanged, and the bytes of the peak of memory."""
+        """Estimates for both: operations, bytes moved and exchanged, and the peak of ``memory`` in bytes.
+
+        The first three are of the ops as they stand, the last is of the step that ``compile`` makes of them.
+        """
         old, new = cost(self.before), cost(self.after)
-        before, after = (max(lifetimes(p).bytes, default=0) for p in (self.before, self.after))
+        before, after = (MemoryUse(p).peak for p in (self.before, self.after))
         return {
             "operations": (old.flops, new.flops),
             "bytes moved": (old.bytes, new.bytes),

@@ -3,10 +3,10 @@
     memory(program)                                    # in a notebook the picture and the table
     memory(program).beside(recompute(program, 0.5))    # both on one scale
 
-The bytes are an estimate from the ops, by the rules of ``core.liveness`` and, for the device at hand, of
-``core.kernels``; nothing is compiled. Against what XLA for CPU reports of the compiled step (arguments,
-results that are not written over them, temporary memory) 30 small models are within 15 %, as a test holds;
-the page *Count cost and memory* has a table.
+The bytes are an estimate from the ops that ``compile`` would run (``develop.tuned``), by the rules of
+``core.liveness`` and, for the device at hand, of ``core.kernels``; nothing is compiled. Against what XLA for
+CPU reports of the step that ``compile`` makes (arguments, results that are not written over them, temporary
+memory) 38 small models are within 15 %, as a test holds; the page *Count cost and memory* has a table.
 
 Where state lies in host memory the ops are taken as they stand: a CPU has one memory, and what its compiler
 does there tells nothing of a device that has its own.
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import overload
 
-from onward.core.check import expect_program
+from onward.core.check import expect_program, expect_switches
 from onward.core.program import Program
 from onward.core.show import human_bytes
 from onward.distribute.pipeline.cut import Pipeline
@@ -52,7 +52,7 @@ class Memory(MemoryUse):
         >>> print(str(ow.memory(program).beside(program)).splitlines()[-1])
         all at the peak        36 B   36 B
         """
-        return Beside((self, other if isinstance(other, Memory) else memory(other)), labels)
+        return Beside((self, other if isinstance(other, Memory) else Memory(other, *self._options)), labels)
 
     def chart(self, title: str | None = None) -> Chart:
         """The data of the picture: a title, and the bytes at each op by what they are taken for."""
@@ -108,17 +108,22 @@ class Beside:
 
 
 @overload
-def memory(program: Program) -> Memory: ...
+def memory(program: Program, tune: bool = True, roll: bool | None = None) -> Memory: ...
 
 
 @overload
-def memory(program: Pipeline) -> PipelineMemory: ...
+def memory(program: Pipeline, tune: bool = True, roll: bool | None = None) -> PipelineMemory: ...
 
 
-def memory(program: Program | Pipeline) -> Memory | PipelineMemory:
+def memory(
+    program: Program | Pipeline, tune: bool = True, roll: bool | None = None
+) -> Memory | PipelineMemory:
     """How much memory a Program takes while it runs: over its ops, and what holds most at the peak.
 
-    An estimate; how far it is from what a compiler makes of it is told in ``onward.explain.memory.memory``.
+    It is that of the step that ``compile`` makes for the devices that JAX shows, so its ops are those that
+    ``compile`` runs: repeated layers may be one loop. An estimate; how far it is from what XLA makes of it is
+    told in ``onward.explain.memory.memory``.
+
     Of a replicated Program it tells what one device takes. Of a partitioned one the ops are over whole
     arrays, and how far these are split is up to JAX's partitioner: ``each_device`` tells what one device
     takes, and compiles it for that, as printing does. Of a Pipeline it tells what each stage takes, task by
@@ -127,9 +132,14 @@ def memory(program: Program | Pipeline) -> Memory | PipelineMemory:
 
     Args:
         program: at any stage; or a Pipeline, which needs as many devices as it runs on.
+        tune: as in ``compile``; False: the ops of the Program are taken as they stand. A Pipeline is compiled
+            as it is.
+        roll: as in ``compile``: whether repeated layers become a loop; None: where it gains something.
 
     Raises:
-        ArgumentError: it is neither; a Pipeline in several processes, or with too few devices.
+        ArgumentError: it is neither; a Pipeline in several processes, or with too few devices; an option that
+            is none of these.
+        GraphError: ``roll=True`` where no layer repeats.
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
@@ -140,7 +150,9 @@ def memory(program: Program | Pipeline) -> Memory | PipelineMemory:
         >>> found.peak, found.peak_op.type, found.shares["saved for backward"]
         (10760, 'dot_general_grad', 2048)
     """
+    expect_switches("memory", tune=tune)
+    expect_switches("memory", (True, False, None), roll=roll)
     if isinstance(program, Pipeline):
         return memory_of_stages(program)
     expect_program(program, "memory")
-    return Memory(program)
+    return Memory(program, tune, roll)

@@ -33,7 +33,8 @@ class SummaryRow:
         read: bytes read.
         written: bytes written.
         saved: bytes that the forward pass keeps for the backward pass.
-        live: the most bytes in memory while one of these ops runs, those of the whole step.
+        live: the most bytes in memory while one of these ops runs, those of the whole step, were all ops run
+            as they are written; ``memory`` tells the bytes of what ``compile`` makes of them.
         exchanged: bytes that each device puts into collectives.
         times: how many scopes in a row are just like this one; 1 for one alone.
     """

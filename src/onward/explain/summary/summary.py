@@ -88,8 +88,9 @@ def summary(program: Program, depth: int | None = 1, sort: str | None = None) ->
     user's functions are it; where none was called, the containers in which the parameters lie that an op
     reads (``block_0/attn`` of ``params["block_0"]["attn"]["wq"]``). Layers that take the same are shown once.
     A loop over steps or micro-batches is looked into: what its turns do counts as often as they run, with
-    what is kept in one turn at a time. Operations and bytes are those of ``cost``; what is live is estimated
-    as in ``memory``.
+    what is kept in one turn at a time. Operations and bytes are those of ``cost``. What is live is counted
+    over the ops as they are written, one after the other; ``memory`` counts those that ``compile`` makes of
+    them, by the rules of the compiler at hand.
 
     Args:
         program: at any stage.

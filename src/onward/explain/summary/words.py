@@ -20,7 +20,7 @@ HEADS = {
     "read": "read",
     "written": "written",
     "saved": "saved",
-    "live": "live at most",
+    "live": "live, as written",
     "exchanged": "exchanged",
 }
 
