@@ -41,7 +41,7 @@ def _taken(work: Work, side: str, sheet: Sheet) -> None:
     else:
         sheet.note(_NOT_COUNTED)
     measured = memory_peak() if counted else _of_compiled(found)
-    foretold = None if program is None else ow.memory(_as_compiled(found, program)).peak
+    foretold = None if program is None else ow.memory(program).peak
     sheet.row(
         work=work.name,
         batch=sides.work.sizes.get("batch"),
@@ -50,12 +50,6 @@ def _taken(work: Work, side: str, sheet: Sheet) -> None:
         foretold=foretold,
         off=None if foretold is None or not measured else foretold / measured - 1,
     )
-
-
-def _as_compiled(side: Side, program: ow.Program) -> ow.Program:
-    """The Program as compile made it, with its loops; over Variables, not over buffers."""
-    loops = ow.graph.rolls_of(side.step.plan().compiled)
-    return ow.roll(program) if loops and not ow.graph.rolls_of(program) else program
 
 
 def _of_compiled(side: Side) -> int:

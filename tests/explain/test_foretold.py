@@ -237,7 +237,7 @@ def test_what_compile_is_told_is_foretold():
     executable.compile()
     as_written = taken(executable.memory)
     assert memory(program, tune=False).peak / as_written == pytest.approx(1, abs=0.15)
-    assert memory(program).peak < 0.6 * as_written
+    assert memory(program).peak < 0.7 * as_written
 
 
 def test_a_budget_is_held_against_what_compile_makes():
