@@ -262,6 +262,13 @@ def test_results_are_those_of_the_big_batch(how):
         equal(out.aux[name], value)
 
 
+def test_one_example_that_computes_otherwise_than_two_is_warned_of():
+    program = ow.SGD(RATE).minimize(lambda w, x: jnp.mean(x @ w) * min(len(x), 2), np.ones(3), X[:4])
+    with pytest.warns(UserWarning, match="'mul' at .* something else for one example than for two"):
+        accumulate(program, 4)
+    accumulate(program, 2)
+
+
 def metrics_step(state, batch):
     """A training step as people write it, with numbers of the loss, the gradient and the batch."""
 

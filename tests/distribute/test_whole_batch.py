@@ -323,6 +323,14 @@ def of_a_mean_and_rows(w, x):
 
 
 CENTRED = with_rule(lambda z: z, lambda g, z: (g - g.mean(0),))
+
+
+def by_an_end_that_is_read(w, x):
+    i, after = jnp.arange(len(x)), jnp.arange(len(x)) + 1
+    return (errors(w, x)[jnp.where(i < 0, after, i)] * jnp.take(x[:, 0], after, mode="clip")).mean()
+
+
+TABLE = jnp.linspace(0, 1, 64)
 SEES_OTHERS = {
     "contrastive, by map": (
         lambda w, x: among(x @ w, lambda a, z: jax.nn.logsumexp(z @ a) - a @ a),
@@ -471,6 +479,58 @@ SEES_OTHERS = {
         ).sum(),
         "pairs examples that do not belong together",
     ),
+    "a table as long as the batch": (
+        lambda w, x: (errors(w, x) * TABLE[: len(x)]).mean(),
+        "the same for all",
+    ),
+    "padded to the batch": (
+        lambda w, x: (errors(w, x) * jnp.pad(w[0, :1], (0, len(x) - 1))).mean(),
+        "takes a number for each example",
+    ),
+    "looked up by number": (lambda w, x: (errors(w, x) * TABLE[jnp.arange(len(x))]).mean(), "from 0"),
+    "numbers for all": (
+        lambda w, x: (errors(w, x) * jax.random.uniform(jax.random.key(0), (64,))[: len(x)]).mean(),
+        "takes a number for each example",
+    ),
+    "a share added up by a loop": (
+        lambda w, x: (
+            errors(w, x).mean() + w.sum() * jax.lax.scan(lambda c, _: (c + 1 / len(x), None), 0.0, x)[0]
+        ),
+        "reads a number of examples within",
+    ),
+    "a carry without a gradient": (
+        lambda w, x: jax.lax.scan(lambda c, x: (jax.lax.stop_gradient(c) + (x @ w).sum(), None), 0.0, x)[0],
+        "one after the other",
+    ),
+    "pairs by their number": (
+        lambda w, x: jax.lax.scan(
+            lambda c, t: (c + t[0] * t[1].sum(), None),
+            0.0,
+            (jnp.arange(len(x) // 2), errors(w, x).reshape(-1, 2)),
+        )[0],
+        "counts the examples from 0",
+    ),
+    "laid out by a branch": (
+        lambda w, x: jnp.vdot(
+            jax.lax.cond(w[0, 0] > 5, lambda e: jnp.tile(e, 2), lambda e: jnp.repeat(e, 2), errors(w, x)),
+            jnp.tile(x[:, 0], 2),
+        ),
+        "may let examples see each other",
+    ),
+    "laid out by turns": (
+        lambda w, x: jnp.vdot(
+            jax.lax.fori_loop(0, 3, lambda _, e: e.reshape(2, -1).T.ravel(), jnp.tile(errors(w, x), 2)),
+            jnp.tile(x[:, 0], 2),
+        ),
+        "may let examples see each other",
+    ),
+    "an end that is read as well": (by_an_end_that_is_read, "counts the examples from 0"),
+    "dilated by a number": (
+        lambda w, x: jax.lax.conv_general_dilated(
+            x[:, None].repeat(4, 2), w[None, :1], (1,), "SAME", rhs_dilation=(len(x) // 2,)
+        ).mean(),
+        "reads a number of examples",
+    ),
     "half a mask": (
         lambda w, x: (errors(w, x) * jnp.concatenate([jnp.ones(len(x)), jnp.zeros(len(x))])[::2]).mean(),
         "takes some of the examples",
@@ -535,7 +595,7 @@ SEES_OTHERS = {
     "first half by number": (lambda w, x: (x @ w)[jnp.arange(len(x) // 2)].mean(), "finds examples by"),
     "first half by number, by map": (
         lambda w, x: jax.lax.map(lambda i: (x @ w)[i], jnp.arange(len(x) // 2)).mean(),
-        "takes some of the examples within",
+        "counts the examples from 0",
     ),
     "of pairs and of all": (lambda w, x: ((x @ w)[::2] * (x @ w)[: len(x) // 2]).mean(), "some of the exam"),
     "one of a pair": (
@@ -608,6 +668,16 @@ KEEPS_APART = {
     "pairs, apart again": lambda w, x: (jnp.sort((x @ w).reshape(-1, 2, 3), 1).reshape(len(x), 3) * x).mean(),
     "added up by a loop": lambda w, x: (
         jax.lax.scan(lambda c, x: ((c[0] + jnp.tanh(x @ w).sum(), c[1] + 1), x), (0.0, 0), x)[0][0] / len(x)
+    ),
+    "taken off by a loop": lambda w, x: (
+        jax.lax.scan(lambda c, x: (c - jnp.tanh(x @ w)[0], None), 0.0, x)[0] / len(x)
+    ),
+    "features in turn": lambda w, x: jax.lax.fori_loop(0, 3, lambda i, c: c + errors(w, x) @ x[:, i], 0.0),
+    "chosen by the length": lambda w, x: jnp.mean(
+        jax.lax.cond(len(x) > 1, lambda e: 2 * e, lambda e: e, errors(w, x))
+    ),
+    "by ridge regression": lambda w, x: (
+        jnp.linalg.solve(x.T @ x / len(x) + jnp.eye(3), x.T @ x[:, 0] / len(x)).sum() + (x @ w).mean()
     ),
     "each by map": lambda w, x: jax.lax.map(lambda x: jnp.tanh(x @ w).sum(), x).mean(),
     "each by its number, by map": lambda w, x: jax.lax.map(

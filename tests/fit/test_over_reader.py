@@ -304,8 +304,9 @@ def test_batches_that_cut_a_group_have_means_and_are_warned_of(sizes, within):
         lambda w, x: jax.lax.top_k(x * w, min(len(x), 3))[0].mean(),
         lambda w, x: (x * w)[:, : len(x) // 2][:, :2].mean(),
         lambda w, x: (x * w * min(len(x), 3)).mean(),
+        lambda w, x: jax.checkpoint(lambda h: h * min(len(x), 3))(x * w).mean(),
     ],
-    ids=["length", "half", "number"],
+    ids=["length", "half", "number", "within"],
 )
 def test_a_short_batch_that_computes_otherwise_is_warned_of(network):
     x, w = RNG.normal(size=(8, 3)).astype("float32"), np.ones(3, "float32")

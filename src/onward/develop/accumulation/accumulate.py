@@ -11,12 +11,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 from onward.core.check import check
 from onward.core.errors import ArgumentError, GraphError, OnwardError
 from onward.core.marks import OF_WHOLE_BATCH
-from onward.core.program import Applied, Phase, Program, Recipe
+from onward.core.program import Applied, Op, Phase, Program, Recipe
 from onward.core.recipe import build, laid_out, recipe_of
 from onward.core.source import user_level
 from onward.core.structure import expect_count, expect_flag, is_word
@@ -28,6 +29,7 @@ from onward.develop.accumulation.loop import with_loop
 from onward.develop.accumulation.micro_batches import Accumulation
 from onward.develop.accumulation.statistics import KnownOfWhole, OfMicroBatch, own_keys
 from onward.develop.batch import WEIGHT, batch_names, data_types, filled_up
+from onward.develop.over_batch.alike import has_same_ops, otherwise
 from onward.develop.over_batch.bending import expect_proportional, expect_proportional_in_sums
 from onward.develop.over_batch.filled import misled
 from onward.develop.over_batch.known import SAME, Following, Follows, How
@@ -184,6 +186,8 @@ def _told(recipe: Recipe, program: Program, data: tuple[Any, ...], how: Accumula
     results = [v for v in part.signature.result.variables if v is not part.loss]
     if rows % following.group:
         following.cut_groups()
+    elif rows == 1 and (op := _other_for_one(recipe, program, whole, part, how)):
+        warnings.warn(_ONE_EACH.format(name=part.name, type=op.type, at=op.at), stacklevel=user_level())
     expect_apart(part, following, how)
     expect_merged(part, following, results)
     told = replace(told, is_sum=is_sum_of(part, following, "accumulate takes the mean over micro-batches"))
@@ -265,6 +269,25 @@ def _both(recipe: Recipe, program: Program, whole: Program, how: Accumulation) -
         return at(max(rows, 2))
     except OnwardError:
         return at(rows)
+
+
+def _other_for_one(
+    recipe: Recipe, program: Program, whole: Program, part: Program, how: Accumulation
+) -> Op | None:
+    """The op that computes something else for one example than for the two that were looked at."""
+    try:
+        one = recipe.origin.trace(data_types(program, how.split, 1))
+    except OnwardError:
+        return None
+    longer = Fraction(1, how.rows(part))
+    same = has_same_ops(part, one)
+    return otherwise(zip(part.ops, whole.ops, one.ops, strict=False), longer) if same else None
+
+
+_ONE_EACH = (
+    "{name}: {type!r}{at} computes something else for one example than for two, and each micro-batch has "
+    "one. The result differs from that of the whole batch. Accumulate over fewer micro-batches."
+)
 
 
 def _other_graph(whole: Program, part: Program) -> str:

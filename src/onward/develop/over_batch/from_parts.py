@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 
@@ -29,6 +28,7 @@ from onward.core.recipe import rebuilt
 from onward.core.walk import ancestors, descendants, producers, prune
 from onward.core.words import Kind
 from onward.develop.batch import WEIGHT, batch_names, data_types
+from onward.develop.over_batch.alike import has_same_ops, otherwise
 from onward.develop.over_batch.behind import behind, computed
 from onward.develop.over_batch.known import Following, Follows, How, Need
 from onward.develop.over_batch.walk import follow
@@ -102,7 +102,7 @@ class FromParts:
             other = at_shapes(self.part, shapes)
         except OnwardError:
             return self.computed
-        if _lines(other) != _lines(self.part):
+        if not has_same_ops(self.part, other):
             return self.computed
         pairs = zip(self.part.ops, other.ops, strict=True)
         changed = [op for op, theirs in pairs if op in self._after and op.body.text != theirs.body.text]
@@ -166,11 +166,9 @@ class FromParts:
             other = _of_length(self.part, self.split, rows)
         except OnwardError:
             return False
-        same = _lines(other) == _lines(self.part)
         ops = zip(self.part.ops, self.whole.ops, other.ops, strict=False)
-        return same and _grows(
-            (each for each in ops if each[0] not in self._after), Fraction(rows, self.rows)
-        )
+        before = (each for each in ops if each[0] not in self._after)
+        return has_same_ops(self.part, other) and otherwise(before, Fraction(rows, self.rows)) is None
 
 
 def at_shapes(program: Program, shapes: Mapping[str, Shape]) -> Program:
@@ -264,38 +262,3 @@ def _apart(part: Program, following: Following, v: Variable, made: set[Variable]
         given = "it is given with each batch"
         return f"{maker.type!r}{maker.at} gives a number of one batch" if maker else given
     return ""
-
-
-def _grows(ops: Iterable[tuple[Op, Op, Op]], longer: Fraction) -> bool:
-    """Whether ops go on: those of a part, of twice as many examples, and of so many times as many.
-
-    A number or a length that twice as many do not change is as large here as well. ``top_k(x, min(n, 3))`` of
-    two examples gives less than of four, and of eight.
-    """
-    for same in ops:
-        for calls in zip(*(op.body.calls_within for op in same), strict=False):
-            params = [tuple(call.params.values()) for call in calls]
-            sizes = [tuple(t.shape for t in call.results) for call in calls]
-            if not _goes_on(params) or not _goes_on(sizes, longer):
-                return False
-        if not _goes_on([tuple(map(_number, op.body.numbers)) for op in same]):
-            return False
-    return True
-
-
-def _number(literal: Any) -> Any:
-    return None if literal is None else np.asarray(literal).item()
-
-
-def _goes_on(same: Sequence[Any], longer: Fraction | None = None) -> bool:
-    """Whether a number, or each of several, changes where it changes for twice as many examples."""
-    mine, twice, other = same
-    if isinstance(mine, tuple):
-        return all(_goes_on(one, longer) for one in zip(mine, twice, other, strict=False))
-    if not isinstance(number := mine, int | float):
-        return True
-    return bool(other == number if number == twice else longer is None or other == mine * longer)
-
-
-def _lines(program: Program) -> list[tuple[str, tuple[str, ...]]]:
-    return [(op.type, tuple(v.name for v in op.outputs)) for op in program.ops]

@@ -11,7 +11,7 @@ import numpy as np
 
 from onward.core.jaxprs.body import Call
 from onward.core.primitives.table import of
-from onward.core.primitives.traits import Index, Linear
+from onward.core.primitives.traits import Index, Linear, Moves
 from onward.core.program import Op, Variable
 from onward.core.variable import limits_of
 from onward.develop.over_batch.known import OWN, SAME, BatchWalk, Follows, How, Need
@@ -53,9 +53,10 @@ class Operands:
         A function that speaks of devices itself counts with those of its own.
         """
         found = [self.walk.result.found[v] for v in self.op.inputs]
-        is_elementwise = of(next(self.op.body.calls).primitive).is_elementwise
+        row = of(next(self.op.body.calls).primitive)
+        finds = row.moves in (Moves.LOOKS_UP, Moves.CUTS_AT) or bool(row.update)
         of_rows = is_added and (self.counts() or self.op.outputs[0] in self.walk.from_end)
-        return bool(found) and (of_rows or not is_elementwise or self.walk.has_own_axis)
+        return bool(found) and (of_rows or finds or self.walk.has_own_axis)
 
     def _take_numbers(self) -> None:
         self.walk.result.numbers[self.op] = self.op.body.with_numbers_of(self.other.body)
@@ -96,9 +97,12 @@ class Operands:
         """Whether the result numbers examples as well; noted, unless an index is made of it."""
         row = of(call.primitive)
         index = None if row.compares and not self._asks_for_sign() else row.index
-        if not self.counts() or index is Index.ENDS:
+        if not self.counts():
             return False
-        if index is Index.STAYS and self._keeps_count(call):
+        finds = row.moves in (Moves.LOOKS_UP, Moves.CUTS_AT) and self.values[0][0].kind is not How.ROWS
+        if index is Index.ENDS and not finds:
+            return False
+        if not finds and index is Index.STAYS and self._keeps_count(call):
             return True
         walk.note(self.op, COUNTS)
         return False

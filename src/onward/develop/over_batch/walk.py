@@ -17,6 +17,7 @@ and needs the statistic of the whole batch first.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -30,7 +31,7 @@ import numpy as np
 from onward.core.jaxprs.body import Call
 from onward.core.placement import equal_variables
 from onward.core.primitives.table import of
-from onward.core.primitives.traits import Exchanges, Moves, Reduces
+from onward.core.primitives.traits import Exchanges, Moves, Reduces, Work
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import producers
 from onward.develop.over_batch.apart import adds_each, has_part, is_own, mixing
@@ -207,7 +208,9 @@ class Follower(BatchWalk):
                 self.like.update(zip(op.outputs, other.outputs, strict=True))
         self.reaching = self._reaching(op for op, _ in self.pairs)
         made = producers(self.part)
-        self.from_end = {v for op, _ in self.pairs if (v := place_from_end(op, made)) is not None}
+        read = Counter(v for op in self.part.ops for v in op.inputs)
+        places = (place_from_end(op, made) for op, _ in self.pairs)
+        self.from_end = {v for v in places if v is not None and read[v] == 1}
         for op, other in self.pairs:
             found = self._followed(op, other)
             if other is not None and self._is_made_by_number(op, other):
@@ -269,6 +272,8 @@ class Follower(BatchWalk):
         ):
             return False
         axes = {i for v in (*op.inputs, *op.outputs) for i in self.axes(v) or ()}
+        if of(mine.primitive).work is Work.CONVOLUTION:  # its parameters are of other axes
+            axes = set()
         pairs = ((name, x, theirs.params.get(name)) for name, x in mine.params.items())
         return any(name not in _ALONG and _differ(x, y, axes) for name, x, y in pairs)
 
@@ -311,6 +316,9 @@ class Follower(BatchWalk):
         if call.primitive == "broadcast_in_dim" and op.body.numbers[0] is not None:
             self.zeros.update([v] if not np.any(op.body.numbers[0]) else [])
         if axes:
+            row = of(call.primitive)
+            if row.moves not in (Moves.REPEATS, Moves.MAKES) and not row.draws and not row.makes_keys:
+                self.note(op, "takes a number for each example of what is the same for all")
             counts = call.primitive == "iota" and axes == [call.params["dimension"]]
             return replace(self.by_shape(v, OWN), power=how.power, counts=counts)
         return replace(how, counts=True) if given.counts() and given.counts_on(call, self) else how

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise, starmap
+from operator import and_
 
 from onward.core.jaxprs.body import Body, Call
 from onward.core.jaxprs.loops import carry_of, result_of
@@ -25,7 +26,7 @@ from onward.develop.over_batch.known import (
     Follows,
     How,
 )
-from onward.develop.over_batch.operands import Operands
+from onward.develop.over_batch.operands import COUNTS, Operands
 from onward.develop.over_batch.rules import seen_by_rule
 
 _SOLVER = 2  # behind the product with the matrix, and with its transpose
@@ -127,13 +128,16 @@ class _BodyWalk:
     def solve(self, given: Operands, call: Call) -> list[Follows] | None:
         """The solution of a linear system; None unless what it is differentiated by is known as well."""
         ends = list(accumulate(call.params["const_lengths"]))
-        given.settle(*range(ends[-1]))
+        given.settled()
         values = [f for f, _ in given.values]
+        self.is_told = any(f.kind is How.OWN for f in values)
         consts = [values[i:j] for i, j in pairwise([0, *ends])]
         there = [i for i, run in enumerate(call.params["jaxprs"]) if run is not None]
         pairs = zip(self.wholes, self.parts, there, strict=True)
         found = [self.called(whole, part, [*consts[i], *values[ends[-1] :]]) for whole, part, i in pairs]
-        return None if None in found else found[there.index(_SOLVER)]
+        told = [results for results in found if results is not None]
+        is_known = len(told) == len(found) and len({f.power for results in told for f in results}) == 1
+        return found[there.index(_SOLVER)] if is_known else None
 
     def scan(self, given: Operands, call: Call) -> list[Follows] | None:
         """The carry at the end, and what each turn gives, stacked."""
@@ -143,11 +147,10 @@ class _BodyWalk:
         if any(v is not None and 0 in (self.walk.axes(v) or ()) for _, v in along):
             return self._along_examples(given, count, carries)
         turns = [_turn(f) for f, _ in along]
-        summed = [
-            Follows(How.MEAN, 1) if zero and f == SAME else f
-            for f, zero in zip(begin, given.zeros()[count:], strict=False)
-        ]
-        for carry in (begin, summed):
+        may_add = [zero and f == SAME for f, zero in zip(begin, given.zeros()[count:], strict=False)]
+        floats = [v.is_float for v in self.parts[0].inputs[count : count + carries]]
+        for adding in ([False] * carries, list(map(and_, may_add, floats)), may_add):
+            carry = [Follows(How.MEAN, 1) if adds else f for f, adds in zip(begin, adding, strict=True)]
             found = self._settled(values[:count], carry, turns)
             if found is not None:
                 return [*found[:carries], *map(_stacked, found[carries:])]
@@ -183,7 +186,9 @@ class _BodyWalk:
         whole, part = (body for body in bodies if body is not None)
         fixed = [f for f, _ in given.values[:count]]
         along, rows = given.values[count + carries :], self.walk.rows
-        turn = [replace(one, counts=f.counts and v is not None and v.shape[0] == rows) for f, v in along]
+        turn = [replace(one, counts=f.counts) for f, _ in along]
+        if any(f.counts and v is not None and v.shape[0] != rows for f, v in along):
+            self.walk.note(self.op, COUNTS)
         found = self.called(whole, part, [*fixed, *[one] * carries, *turn], is_one=True)
         if found is None or any(f != one for f in found):
             self.walk.note(self.op, self.mixing or _SEE_OTHERS)
@@ -223,7 +228,7 @@ def _adding(body: Program, first: int, carries: int) -> Program | None:
 
 
 def _added(body: Program, carry: Variable, after: Variable) -> Variable | None:
-    """The value that is added to a carry, the carry itself for a number; None if anything else reads it."""
+    """The value that is added to a carry, for a number the sum; None if anything else reads the carry."""
     moved = descendants(body, [carry])
     moving = [op for op in body.ops if not moved.isdisjoint(op.outputs)]
     is_alone = [v for v in body.outputs if v in moved] == [after] and all(map(_hands_on, moving[:-1]))
@@ -232,21 +237,24 @@ def _added(body: Program, carry: Variable, after: Variable) -> Variable | None:
     last = moving[-1]
     row, operands = of(last.type), [last.inputs[i] for i in last.body.operands if isinstance(i, int)]
     others = [v for v in operands if v not in moved]
-    is_addition = row.commutes and row.linear is Linear.TOGETHER and after in last.outputs
-    return next(iter(others), carry) if is_addition and len(operands) == len(others) + 1 else None
+    is_taken_off = last.type == "sub" and operands[0] in moved and last.body.operands[0] == 0
+    is_addition = (is_taken_off or (row.commutes and row.linear is Linear.TOGETHER)) and after in last.outputs
+    return next(iter(others), after) if is_addition and len(operands) == len(others) + 1 else None
 
 
 def _hands_on(op: Op) -> bool:
     """Whether it gives the numbers that it is given, as a conversion of a weak type does."""
+    row = of(op.type)
+    is_kept = row.moves is Moves.KEEPS and not row.stops_gradient
     is_same = [v.dtype for v in op.inputs] == [v.dtype for v in op.outputs]
-    return is_same and of(op.type).moves in (Moves.KEEPS, Moves.ROUNDS)
+    return is_kept or (is_same and op.type == "convert_element_type")
 
 
 def _of_branches(found: Sequence[Follows]) -> Follows | None:
     """How a result follows the whole's whichever branch it comes from; None if they do not agree."""
     if len({(f.kind, f.power, f.counts) for f in found}) > 1:
         return None
-    return found[0] if len({f.layout for f in found}) == 1 else replace(found[0], layout=None)
+    return found[0] if len({f.layout for f in found}) == 1 else None
 
 
 def _turn(follows: Follows) -> Follows:
@@ -270,7 +278,9 @@ def _joined(before: Follows, after: Follows) -> Follows | None:
     if before == SAME and after.kind in (How.MEAN, How.ROWS) and not after.power:
         return after
     rows = before.kind is How.ROWS and after.kind is How.ROWS and before.power == after.power
-    return replace(after, layout=after.layout if before.layout is None else None) if rows else None
+    if not rows or (before.layout and after.layout and before.layout != after.layout):
+        return None
+    return replace(after, layout=after.layout if before.layout is None else None)
 
 
 def _turns_by_length(mine: Body, theirs: Body) -> bool:
