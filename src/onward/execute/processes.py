@@ -21,8 +21,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from onward.core.errors import ArgumentError, PeerError
 from onward.core.variable import holds_keys
-from onward.execute.peers.calls import all_call
+from onward.execute.peers.deadline import deadline_of
+from onward.execute.peers.peers import Peers
 from onward.execute.peers.rendezvous import summary
+from onward.execute.peers.verdict import calling
 
 T = TypeVar("T")
 STAGE = "devices of a stage"
@@ -198,6 +200,29 @@ def gathered(value: Any) -> Any:
     sharding: Any = value.sharding
     whole = jax.device_put(value, NamedSharding(sharding.mesh, PartitionSpec()))
     return np.asarray(jax.block_until_ready(whole).addressable_data(0))
+
+
+def all_call(what: str, work: Callable[[], T]) -> T:
+    """Run what needs all processes, none of which waits for another longer than until the deadline.
+
+    Args:
+        what: the call in words that are the same in all processes, such as "the test of loss".
+        work: what to run, as in ``Peers.run``; it makes no such call itself.
+
+    Raises:
+        PeerError: another process did not come, or is in another call or in a step.
+
+    >>> all_call("the test of loss", lambda: 6 * 7)  # alone it only calls
+    42
+    """
+    if jax.process_count() == 1:
+        return work()
+    deadline = deadline_of(None)
+    try:
+        peers = Peers.meet(deadline)
+    except PeerError as error:
+        raise PeerError(f"{error} This one waited in {what}, which needs all.") from error
+    return peers.run(work, deadline, calling(what))
 
 
 def reading_whole(what: str, values: Iterable[Any], work: Callable[[], T]) -> T:
