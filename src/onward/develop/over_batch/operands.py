@@ -55,8 +55,9 @@ class Operands:
         found = [self.walk.result.found[v] for v in self.op.inputs]
         row = of(next(self.op.body.calls).primitive)
         finds = row.moves in (Moves.LOOKS_UP, Moves.CUTS_AT) or bool(row.update)
-        of_rows = is_added and (self.counts() or self.op.outputs[0] in self.walk.from_end)
-        return bool(found) and (of_rows or finds or self.walk.has_own_axis)
+        if is_added and self.op.outputs[0] in self.walk.from_end:
+            return True
+        return bool(found) and ((is_added and self.counts()) or finds or self.walk.has_own_axis)
 
     def _take_numbers(self) -> None:
         self.walk.result.numbers[self.op] = self.op.body.with_numbers_of(self.other.body)
@@ -228,13 +229,14 @@ def place_from_end(op: Op, made: Mapping[Variable, Op]) -> Variable | None:
     """
     if op.type != "select_n" or not isinstance(op.body.operands[-1], int):
         return None
-    which, index, *rest = op.inputs
-    place = op.inputs[op.body.operands[-1]]
+    which, *index, place = op.inputs
     asking, adding = made.get(which), made.get(place)
-    if not rest or asking is None or adding is None or not asking.inputs == adding.inputs == (index,):
+    if asking is None or adding is None or not asking.inputs == adding.inputs == tuple(index):
         return None
-    is_asked = asking.type == "lt" and asking.body.operands[0] == 0 and not np.any(asking.body.numbers[1])
-    return place if is_asked and adding.type == "add" else None
+    numbers = asking.body.numbers[0], adding.body.numbers[0], op.body.numbers[1]
+    is_one = numbers == (None,) * 3 if index else None not in numbers and len({*map(float, numbers)}) == 1
+    is_asked = asking.type == "lt" and asking.body.operands[1] == "0"
+    return place if is_one and is_asked and adding.type == "add" else None
 
 
 def power_between(mine: Any, theirs: Any, parts: int) -> int | None:
