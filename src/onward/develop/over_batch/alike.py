@@ -50,10 +50,14 @@ def _number(literal: Any) -> Any:
 
 
 def _goes_on(same: Sequence[Any], longer: Fraction | None = None) -> bool:
-    """Whether a number, or each of several, changes where it changes for twice as many examples."""
+    """Whether a number, or each of several, changes where it changes for twice as many examples.
+
+    Of one example JAX leaves out axes, so that there are fewer.
+    """
     mine, more, other = same
     if isinstance(mine, tuple):
-        return all(_goes_on(one, longer) for one in zip(mine, more, other, strict=False))
+        is_one_each = isinstance(other, tuple) and len(mine) == len(other)
+        return not is_one_each or all(_goes_on(one, longer) for one in zip(mine, more, other, strict=True))
     if not isinstance(number := mine, int | float):
         return True
     return bool(other == number if number == more else longer is None or other == mine * longer)
