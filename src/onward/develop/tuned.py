@@ -73,6 +73,8 @@ def tuned(
 def reformed(program: Program, may_split: bool = True) -> Tuned:
     """The last part of ``tuned``, behind which all that is kept for the backward pass still is."""
     platform, notes = jax.default_backend(), []
+    if program.code is not None:
+        return Tuned(program, ())
     if may_split and (loops := fissions(program)) and not is_recomputed(program):
         program = fission(program)
         notes.append(f"fission: {'; '.join(loops)}")

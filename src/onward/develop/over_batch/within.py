@@ -56,8 +56,10 @@ def within(walk: BatchWalk, op: Op, other: Op, call: Call, given: Operands) -> l
     given.settled()
     if is_by_length:
         walk.note(op, _BY_LENGTH)
-    elif not inside.is_told:
-        walk.note(op, inside.mixing or (_SEE if _ends_within(op.body, other.body) else _UNKNOWN))
+    elif inside.mixing or _ends_within(op.body, other.body):
+        walk.note(op, inside.mixing or _SEE)
+    elif not inside.is_told and not _is_taken_on_trust(op.body):
+        walk.note(op, _UNKNOWN)
     return [walk.by_shape(v, OWN) for v in op.outputs]
 
 
@@ -211,6 +213,14 @@ class _BodyWalk:
                 return [*carry, *found[len(carry) :]]
             carry = [f for f in joined if f is not None]
         return None
+
+
+def _is_taken_on_trust(body: Body) -> bool:
+    """Whether it runs what nothing is known of, as the code of a file, or has devices of its own."""
+    calls = list(body.calls_within)
+    return any(
+        of(c.primitive).runs is Runs.DEVICES or (is_opaque(c.primitive) and not c.inner) for c in calls
+    )
 
 
 def _is_plain(following: Following, part: Program) -> bool:
