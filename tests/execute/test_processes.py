@@ -138,7 +138,7 @@ def test_one_is_stopped_and_the_other_names_it_within_the_deadline(script, tmp_p
     status, said = launch(script, tmp_path, "-n", "2", "--deadline", "6", merge="Sharded", fate="SIGSTOP")
     assert status != 0
     assert monotonic() - begun < 60
-    [message] = [line for line in said.splitlines() if "PeerError: " in line]
+    [message] = [line for line in said.splitlines() if "errors.PeerError: " in line]  # not as told again
     assert message.startswith("[0] ")
     assert "Process 1" in message
     assert "it died or was stopped" in message
