@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core as jex
 
 from onward.core.flops import RULES
-from onward.core.jaxprs.body import body_of
+from onward.core.jaxprs.body import Body, body_of
 from onward.core.jaxprs.devices import same_everywhere
 from onward.core.primitives.table import ROWS, of
 from onward.core.primitives.traits import Linear, Runs, Work
@@ -172,6 +172,13 @@ def test_what_is_equal_on_all_devices_and_what_only_on_some():
 
     closed = jax.make_jaxpr(exchanged, axis_env=[("devices", 4)])(MATRIX[0])
     assert same_everywhere(closed, [0]) == same_everywhere(closed, []) == {2}
+
+
+def test_what_is_equal_on_all_devices_is_found_once_for_a_body():
+    body = Body(jax.make_jaxpr(lambda x: [x, lax.psum(x, "devices")], axis_env=[("devices", 4)])(MATRIX[0]))
+    assert body.same_everywhere(frozenset()) == {1}
+    assert body.same_everywhere(frozenset([0])) == {0, 1}
+    assert body.same_everywhere(frozenset([0])) is body.same_everywhere(frozenset([0]))
 
 
 def test_what_runs_others():

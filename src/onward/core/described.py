@@ -103,10 +103,10 @@ class DescribedBody(Body):
         """All outputs, if there is an input among these."""
         return set(range(len(self.description.outputs))) if set(inputs) else set()
 
-    def same_everywhere(self, inputs: Iterable[int]) -> frozenset[int]:
+    def same_everywhere(self, inputs: frozenset[int]) -> frozenset[int]:
         """All outputs, if these are all inputs."""
         all_inputs = set(range(len(self.description.inputs)))
-        return frozenset(range(len(self.description.outputs)) if all_inputs <= set(inputs) else ())
+        return frozenset(range(len(self.description.outputs)) if all_inputs <= inputs else ())
 
     @property
     def attributes(self) -> Mapping[str, str]:

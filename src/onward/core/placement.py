@@ -19,8 +19,7 @@ def equal_variables(program: Program) -> set[Variable]:
     given = (*program.inputs, *program.state)
     equal = {v for v in given if v.placement is Placement.REPLICATED} | set(program.constants)
     for op in program.ops:
-        inputs = [i for i, v in enumerate(op.inputs) if v in equal]
-        same = op.body.same_everywhere(inputs)
+        same = op.body.same_everywhere(frozenset(i for i, v in enumerate(op.inputs) if v in equal))
         equal.update(v for j, v in enumerate(op.outputs) if j in same or v.size == 0)
     return equal
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -19,9 +19,8 @@ import numpy as np
 from jax.extend import core as jex
 
 from onward.core.errors import ArgumentError, NotPickled
-from onward.core.jaxprs import devices
 from onward.core.jaxprs.attributes import attributes_of
-from onward.core.jaxprs.devices import Collective
+from onward.core.jaxprs.devices import Collective, collectives_within, same_everywhere
 from onward.core.jaxprs.equations import (
     Type,
     calls_custom_rule,
@@ -190,7 +189,7 @@ class Body(NotPickled):
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:
         """The collective primitives in it, however deep."""
-        return tuple(found for eqn in self.equations for found in devices.collectives_within(eqn))
+        return tuple(found for eqn in self.equations for found in collectives_within(eqn))
 
     @property
     def has_own_mesh(self) -> bool:
@@ -278,17 +277,13 @@ class Body(NotPickled):
         outvars = enumerate(self.parts.outvars)
         return {j for j, v in outvars if not isinstance(v, jex.Literal) and v in reached}
 
-    def same_everywhere(self, inputs: Iterable[int]) -> frozenset[int]:
-        """The outputs that are equal on all devices if these inputs are, and the others are not."""
-        given = frozenset(inputs)
-        if given not in self._same_everywhere:
-            self._same_everywhere[given] = frozenset(devices.same_everywhere(self.closed, given))
-        return self._same_everywhere[given]
-
     @cached_property
-    def _same_everywhere(self) -> dict[frozenset[int], frozenset[int]]:
-        """The answers so far: every check of a Program asks again, and transforms share its ops."""
-        return {}
+    def same_everywhere(self) -> Callable[[frozenset[int]], frozenset[int]]:
+        """The outputs that are equal on all devices if these inputs are, and the others are not.
+
+        An answer is kept: every check of a Program asks again, and transforms share its ops.
+        """
+        return cache(partial(same_everywhere, self.closed))
 
     def restricted(self, outputs: Sequence[int], keep_inputs: bool = False) -> tuple[Body, tuple[int, ...]]:
         """The part that computes these outputs, and the positions of the inputs it still takes."""

@@ -58,14 +58,14 @@ def _is_within_groups(eqn: Any) -> bool:
     return eqn.params.get("axis_index_groups") is not None
 
 
-def same_everywhere(closed: Any, inputs: Iterable[int]) -> set[int]:
+def same_everywhere(closed: Any, inputs: Iterable[int]) -> frozenset[int]:
     """The outputs of a jaxpr that are equal on all devices if these inputs are, and the others are not."""
     jaxpr = closed.jaxpr
     same = {jaxpr.invars[i] for i in inputs} | set(jaxpr.constvars)
     for eqn in jaxpr.eqns:
         told = [isinstance(v, jex.Literal) or v in same for v in eqn.invars]
         same.update(eqn.outvars[j] for j in _same_results(eqn, told))
-    return {j for j, v in enumerate(jaxpr.outvars) if isinstance(v, jex.Literal) or v in same}
+    return frozenset(j for j, v in enumerate(jaxpr.outvars) if isinstance(v, jex.Literal) or v in same)
 
 
 def _same_results(eqn: Any, told: Sequence[bool]) -> Iterable[int]:
@@ -75,7 +75,7 @@ def _same_results(eqn: Any, told: Sequence[bool]) -> Iterable[int]:
         return range(len(eqn.outvars))
     if row.runs is Runs.BRANCH and told[0]:
         same = (same_everywhere(closed, _true(told[1:])) for closed in jaxprs_in(eqn.params["branches"]))
-        return set.intersection(*same)
+        return frozenset.intersection(*same)
     if row.runs is Runs.SCAN and eqn.params["length"]:
         return _same_of_scan(eqn, told)
     if row.runs is Runs.WHILE:
@@ -85,7 +85,7 @@ def _same_results(eqn: Any, told: Sequence[bool]) -> Iterable[int]:
     return range(len(eqn.outvars)) if all(told) and not _tells_devices_apart(eqn) else ()
 
 
-def _same_of_scan(eqn: Any, told: Sequence[bool]) -> set[int]:
+def _same_of_scan(eqn: Any, told: Sequence[bool]) -> frozenset[int]:
     """The results of a scan that are equal on all devices; a carried value must stay so at every turn."""
     (turn,) = jaxprs_in(eqn.params["jaxpr"])
     begin, count = carry_of_scan(eqn)

@@ -227,16 +227,18 @@ def place_from_end(op: Op, made: Mapping[Variable, Op]) -> Variable | None:
 
     None if the op chooses something else.
     """
-    if op.type != "select_n" or not isinstance(op.body.operands[-1], int):
+    if op.type != "select_n" or len(op.body.operands) != 3:
         return None
-    which, *index, place = op.inputs
+    which, index, place = _read(op)
     asking, adding = made.get(which), made.get(place)
-    if asking is None or adding is None or not asking.inputs == adding.inputs == tuple(index):
+    if asking is None or adding is None or (asking.type, adding.type) != ("lt", "add"):
         return None
-    numbers = asking.body.numbers[0], adding.body.numbers[0], op.body.numbers[1]
-    is_one = numbers == (None,) * 3 if index else None not in numbers and len({*map(float, numbers)}) == 1
-    is_asked = asking.type == "lt" and asking.body.operands[1] == "0"
-    return place if is_one and is_asked and adding.type == "add" else None
+    return place if _read(asking) == [index, "0"] and _read(adding)[0] == index else None
+
+
+def _read(op: Op) -> list[Any]:
+    """The operands of an equation: Variables, and numbers that stand in it as text."""
+    return [op.inputs[i] if isinstance(i, int) else i for i in op.body.operands]
 
 
 def power_between(mine: Any, theirs: Any, parts: int) -> int | None:

@@ -264,12 +264,8 @@ class Follower(BatchWalk):
         Nothing is said of an op in which examples see each other anyway.
         """
         mine, theirs = (next(iter(each.body.calls), None) for each in (op, other))
-        if (
-            mine is None
-            or theirs is None
-            or mine.inner
-            or (self.result.mixing and self.result.mixing[-1][0] is op)
-        ):
+        is_said = bool(self.result.mixing) and self.result.mixing[-1][0] is op
+        if mine is None or theirs is None or mine.inner or is_said:
             return False
         axes = {i for v in (*op.inputs, *op.outputs) for i in self.axes(v) or ()}
         if of(mine.primitive).work is Work.CONVOLUTION:  # its parameters are of other axes
