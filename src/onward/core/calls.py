@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import dis
 import os
-import sysconfig
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,11 +33,9 @@ import jax
 
 from onward.core.primitives.traits import Moves, Runs
 from onward.core.program import Op, Variable
-from onward.core.source import Source, StackFrame, is_library
+from onward.core.source import Source, StackFrame, is_of_user
 
 _NEARLY_ALL = 0.75
-_STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
-_INSTALLED = f"-packages{os.sep}"
 _NAMELESS_LAYERS = os.path.join("-packages", "flax", "nnx", "nn", "")
 _WRAPPERS = frozenset({"core_fn"})  # what nn.jit of flax.linen calls the function that it jits
 _LAYS = (Moves.KEEPS, Moves.ROUNDS, Moves.RESHAPES, Moves.PERMUTES)
@@ -199,8 +196,7 @@ def _is_of_user(code: CodeType | str) -> bool:
     """Whether a function stands in a file of the user."""
     if isinstance(code, str):
         return True
-    file = code.co_filename
-    return not (is_library(file) or _INSTALLED in file or file.startswith(_STANDARD))
+    return is_of_user(code.co_filename)
 
 
 def _paths(root: UserCall) -> Iterator[tuple[UserCall, str]]:

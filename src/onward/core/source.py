@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import count
@@ -23,6 +24,8 @@ _LIBRARIES = (
     f"-packages{os.sep}optax{os.sep}",
     "<frozen ",
 )
+_INSTALLED = f"-packages{os.sep}"
+_STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 _SPEAKS_FOR_THE_USER = _HOUSE + "shell"
 _order = count()
 
@@ -35,6 +38,11 @@ def is_library(filename: str) -> bool:
     if filename.startswith(_SPEAKS_FOR_THE_USER):
         return False
     return any(part in filename for part in _LIBRARIES)
+
+
+def is_of_user(filename: str) -> bool:
+    """Whether a file is the user's own: neither a library's whose frames are left out nor installed."""
+    return not (is_library(filename) or _INSTALLED in filename or filename.startswith(_STANDARD))
 
 
 def named(file: str) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from onward.core.around import Around
 from onward.core.check import check
 from onward.core.errors import ArgumentError, OnwardError, TraceError, nearest
 from onward.core.jaxprs.tracing import along, current_axis, traced
@@ -113,6 +114,7 @@ def trace(
         feed={str(name_of(key)): _shown(key, value) for key, value in (feed or {}).items()},
         lazies=tuple(lazies),
         axis_name=axis_name,
+        around=Around(function),
     )
     return traced.program()
 
@@ -159,6 +161,7 @@ class _TracedFunction:
     free_lengths: Mapping[str, tuple[int | str, ...]] = field(default_factory=dict)
     axis_name: str | None = None
     traces: Traces = field(default_factory=Traces)
+    around: Around = field(default_factory=Around)
 
     def trace(self, data: tuple[Any, ...]) -> Program:
         """The forward Program for data of these types: the arguments first, then what is declared."""
@@ -186,6 +189,7 @@ class _TracedFunction:
 
     def _program(self) -> Program:
         arguments = [s for s in (self.parameters, self.state, *self.data) if s is not None]
+        self.around.warn(self.name)
         alone = None if self.axis_name is None or current_axis() else Replicas(1, self.axis_name)
         with nullcontext() if alone is None else along(alone):
             found = self.traced(arguments)

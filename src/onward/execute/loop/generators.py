@@ -11,18 +11,18 @@
 
 from __future__ import annotations
 
-import dis
 import inspect
 import random
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType
 from typing import Any
 
 import numpy as np
 
+from onward.core.around import codes_within, read_around
 from onward.core.source import user_level
 from onward.core.structure import describe
 from onward.execute.loop.reader import tells_where_it_stands
@@ -76,31 +76,10 @@ def _read(function: FunctionType) -> Iterator[tuple[str, Any]]:
 
     Nothing where it calls ``seed``, so that it begins from there each time. Attributes are those of modules.
     """
-    codes = list(_codes(function.__code__))
-    if any("seed" in code.co_names for code in codes):
+    if any("seed" in code.co_names for code in codes_within(function.__code__)):
         return
     yield from ((p.name, p.default) for p in inspect.signature(function).parameters.values())
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    closed = {name: x.cell_contents for name, x in cells if x != CellType()}  # an empty one is assigned later
-    around = {"LOAD_GLOBAL": function.__globals__, "LOAD_DEREF": closed}
-    for code in codes:
-        name, value = "", None
-        for at in dis.get_instructions(code):
-            if at.opname in around:
-                name, value = at.argval, around[at.opname].get(at.argval)
-            elif at.opname in ("LOAD_ATTR", "LOAD_METHOD") and isinstance(value, ModuleType):
-                name, value = f"{name}.{at.argval}", vars(value).get(at.argval)
-            else:
-                value = None
-            yield name, value
-
-
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    """The code of a function, and of all functions and classes inside it."""
-    yield code
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from _codes(inner)
+    yield from read_around(function)
 
 
 _UNTOLD = (

@@ -17,6 +17,7 @@ from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, TypeVar, overload
 
+from onward.core.around import Around
 from onward.core.errors import GraphError
 from onward.core.jaxprs.devices import on_devices
 from onward.core.program import Program
@@ -102,7 +103,8 @@ def _adopted(
             "it is."
         )
     pairs = tuple(carried_on(call, found, told, asks))
-    origin = AdoptedStep(call, pairs, found.treedef, tuple(found.statics))
+    around = Around(call.step)
+    origin = AdoptedStep(call, pairs, found.treedef, tuple(found.statics), around=around)
     forward, trained = origin.trace(origin.types), origin.trained(origin.types)
     return origin, append_foreign_update(append_backward(forward, None, trained), origin)
 

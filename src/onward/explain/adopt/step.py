@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from onward.core.around import Around
 from onward.core.jaxprs.differentiated import hidden_calls
 from onward.core.jaxprs.tracing import current_axis, since, traced
 from onward.core.program import Program, Recipe
@@ -33,6 +34,7 @@ class AdoptedStep:
         treedef: the containers of what it returns.
         statics: for every leaf in them None for an array, or the value that is none.
         training: whether it is traced as it is when it is trained.
+        around: the variables that it read when it was taken apart.
     """
 
     call: CalledStep
@@ -46,6 +48,7 @@ class AdoptedStep:
     free_lengths: Mapping[str, tuple[int | str, ...]] = field(default_factory=dict)
     assumes_batch: bool = False
     cuts: dict[Any, Cut] = field(default_factory=dict)
+    around: Around = field(default_factory=Around)
 
     @property
     def data(self) -> tuple[Specification, ...]:
@@ -111,6 +114,7 @@ class AdoptedStep:
         return self.cuts[key]
 
     def _traced(self, data: Sequence[Specification]) -> Cut:
+        self.around.warn(self.call.title)
         supply = iter(data)
         plain = {i: s if i in self.places else next(supply) for i, s in self.call.plain.items()}
         call = replace(self.call, plain=plain)

@@ -1,0 +1,150 @@
+import pickle
+import types
+import warnings
+
+import numpy as np
+import pytest
+
+import onward as ow
+from onward.core.around import Around, read_around
+from onward.core.recipe import rebuilt
+
+PARAMS = {"w": np.ones((3, 1), np.float32)}
+X, Y = np.ones((6, 3), np.float32), np.ones((6, 1), np.float32)
+FIRST = """
+import functools, types, jax, jax.numpy as jnp
+from flax import linen
+scale, traces = 2.0, 0
+
+def net(w, x):
+    return jnp.tanh(x @ w)
+
+class Layer:
+    def __call__(self, w, x):
+        return jnp.tanh(x @ w)
+
+class Module(linen.Module):
+    def __call__(self, w, x):
+        return jnp.tanh(x @ w)
+
+jitted, bound, part, layer = jax.jit(net), Layer().__call__, functools.partial(net), Layer()
+module = types.ModuleType("module")
+module.net = net
+flax = Module().apply
+
+def loss(p, x, y):
+    global traces
+    traces += 1
+    return jnp.mean(jnp.square(scale * NET(p["w"], x) - y))
+"""
+SECOND = """
+def net(w, x):
+    return jnp.sin(x @ w)
+
+class Layer:
+    def __call__(self, w, x):
+        return jnp.sin(x @ w)
+
+class Module(linen.Module):
+    def __call__(self, w, x):
+        return jnp.sin(x @ w)
+
+jitted, bound, part, layer, module.net = jax.jit(net), Layer().__call__, functools.partial(net), Layer(), net
+flax = Module().apply
+"""
+SPELLINGS = ("net", "jitted", "bound", "part", "layer", "module.net", "(lambda w, x: net(w, x))", "functools.partial(flax, {})")
+
+
+def run(cell, variables):
+    exec(compile(cell, "<cell>", "exec"), variables)
+    return variables
+
+
+def told(change, name="net", length=4):
+    """What is said where the function is traced again after a change of the variables around it."""
+    variables = run(FIRST.replace("NET", name), {"__name__": "cell"})
+    program = ow.SGD(0.1).minimize(variables["loss"], PARAMS, X, Y)
+    run(change, variables)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for rows in (length, length + 1):
+            rebuilt(program, (X[:rows], Y[:rows]))
+    return [str(w.message) for w in found]
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_a_helper_that_is_another_one_now_is_told_once(name):
+    (words,) = told(SECOND, name)
+    read = {"(": "net", "f": "flax"}.get(name[0], name)
+    assert f"reads {read}, which was that of <cell>:" in words
+    assert "loss is traced again" in words
+    assert "call minimize again" in words
+
+
+def test_a_number_that_is_another_one_now_is_told():
+    (words,) = told("scale = 3.0")
+    assert "reads scale, which was 2.0 and is 3.0" in words
+
+
+def test_a_helper_of_a_helper_is_read_too():
+    variables = run(FIRST.replace("NET", "outer"), {})
+    run("def outer(w, x):\n    return net(w, x)", variables)
+    around = Around(variables["loss"])
+    run(SECOND, variables)
+    assert around.changed().startswith("net, which was that of <cell>:")
+    assert around.changed() == ""
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        FIRST.replace("NET", "net").partition("jitted")[0],  # the same cell, run again
+        "\n\n# moved\ndef net(w, x):\n    return jnp.tanh(x @ w)",
+        "traces = 7",  # which the function counts itself
+        "other = scale",
+    ],
+)
+def test_what_does_the_same_wherever_it_stands_is_as_it_was(change):
+    assert told(change) == []
+
+
+def test_a_trace_that_is_there_is_not_looked_at():
+    assert told(SECOND, length=5)[1:] == []
+    variables = run(FIRST.replace("NET", "net"), {})
+    program = ow.SGD(0.1).minimize(variables["loss"], PARAMS, X, Y)
+    run(SECOND, variables)
+    assert str(rebuilt(program, (X, Y))) == str(program)
+
+
+def test_a_step_that_is_adopted_is_looked_at_too():
+    variables = run(FIRST.replace("NET", "net"), {})
+    run("def step(p, x, y):\n    g = jax.grad(loss)(p, x, y)\n    return {'w': p['w'] - g['w']}", variables)
+    program = ow.adopt(variables["step"], PARAMS, X, Y)
+    run(SECOND, variables)
+    with pytest.warns(UserWarning, match="step is traced again.* reads net"):
+        rebuilt(program, (X[:4], Y[:4]))
+
+
+def test_a_test_says_it_at_the_line_that_asks():
+    variables = run(FIRST.replace("NET", "net"), {})
+    trainer = ow.Trainer(ow.Model(ow.trace(variables["loss"], PARAMS, X, Y), PARAMS), ow.SGD(0.1))
+    trainer.train([(X, Y)], epochs=1)
+    run(SECOND, variables)
+    with pytest.warns(UserWarning, match="reads net") as found:
+        trainer.test([(X[:4], Y[:4])])
+    assert found[0].filename == __file__
+
+
+def test_in_another_process_nothing_is_known():
+    assert pickle.loads(pickle.dumps(Around(told))).changed() == ""
+
+
+def test_attributes_are_read_of_modules_only():
+    module = types.ModuleType("module")
+    module.inner = types.ModuleType("inner")
+    module.inner.number = 3
+    assert dict(read_around(lambda x: module.inner.number * x.real)) == {
+        "module": module,
+        "module.inner": module.inner,
+        "module.inner.number": 3,
+    }
