@@ -52,7 +52,16 @@ class Module(linen.Module):
 jitted, bound, part, layer, module.net = jax.jit(net), Layer().__call__, functools.partial(net), Layer(), net
 flax = Module().apply
 """
-SPELLINGS = ("net", "jitted", "bound", "part", "layer", "module.net", "(lambda w, x: net(w, x))", "functools.partial(flax, {})")
+SPELLINGS = (
+    "net",
+    "jitted",
+    "bound",
+    "part",
+    "layer",
+    "module.net",
+    "(lambda w, x: net(w, x))",
+    "functools.partial(flax, {})",
+)
 
 
 def run(cell, variables):
