@@ -73,6 +73,15 @@ def test_low_precision_is_equal_where_it_is_asked_for(right):
     assert not compare(right, changed, W, X, Y).equal
 
 
+def test_programs_in_low_precision_are_equal_within_a_bound_that_is_named(right):
+    lowered = compare(right, ow.mixed_precision(right, "bfloat16"), W, X, Y)
+    assert str(lowered).startswith("loss and loss are equal within rounding of bfloat16.\n")
+    assert str(compare(right, right, W, X, Y)).startswith("loss and loss are equal.\n")
+    half = [jax.tree.map(lambda x: x.astype("float16"), given) for given in (W, X, Y)]
+    own = ow.SGD(0.1).minimize(lambda w, x, y: jnp.mean(x @ w["a"] @ w["b"] - y), *half)
+    assert compare(own, own, *half).rounding == "float16"
+
+
 def by_hand(moved):
     def step(w, mean, x, y):
         loss, g = jax.value_and_grad(lambda w: jnp.mean((jnp.tanh(x @ w["a"]) @ w["b"] - y) ** 2))(w)

@@ -100,7 +100,9 @@ class ComparedPrograms:
         self.a, self.b = (AllValues(p, batch, compiled) for p in programs)
         self.is_swapped = whose_ops_run(self.a.program, self.b.program)
         dtypes = [precision] if precision else [d for p in programs for d in _low(p)]
-        self.epsilon = max((epsilon_of(jnp.dtype(held_in(d))) for d in dtypes), default=0.0)
+        admitted = [jnp.dtype(held_in(d)) for d in dtypes]
+        self.epsilon = max(map(epsilon_of, admitted), default=0.0)
+        self.rounding = _coarsest([*admitted, *_computed_in(self.a.program), *_computed_in(self.b.program)])
 
     def states(self, state: Any, other: Any = None) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         """The state of both before the first step, by name."""
@@ -123,7 +125,7 @@ class ComparedPrograms:
         a, b = self.a.program, self.b.program
         sides = (b, a, of_b, of_a) if self.is_swapped else (a, b, of_a, of_b)
         verdict = PartingSearch(SideBySide(*sides, self.epsilon), begins=not step).run()
-        return Comparison(a, b, verdict, self.is_swapped, step)
+        return Comparison(a, b, verdict, self.is_swapped, step, self.rounding)
 
 
 def _program(given: Program | Step) -> Program:
@@ -148,3 +150,14 @@ def _low(program: Program) -> list[str]:
     """The dtypes that mixed_precision was asked for."""
     steps = () if program.recipe is None else program.recipe.of(lowered)
     return [str(step.arguments[0]) for step in steps if step.arguments]
+
+
+def _computed_in(program: Program) -> set[Any]:
+    """The dtypes that ops give."""
+    return {v.dtype for op in program.ops for v in op.outputs}
+
+
+def _coarsest(dtypes: Sequence[Any]) -> str:
+    """The name of the dtype that rounds most, where that is more than float32 does; else nothing."""
+    coarsest = max(dtypes, key=epsilon_of, default=jnp.dtype(jnp.float32))
+    return str(coarsest) if epsilon_of(coarsest) > epsilon_of(jnp.float32) else ""

@@ -33,6 +33,7 @@ class Comparison:
         verdict: what the search found.
         is_swapped: whether the ops of b were run on what a read, and not those of a on what b read.
         step: which of several steps, counted from 0; None for a step alone.
+        rounding: the coarsest dtype whose rounding was admitted, where that is coarser than float32.
     """
 
     a: Program
@@ -40,6 +41,7 @@ class Comparison:
     verdict: Parting
     is_swapped: bool = False
     step: int | None = None
+    rounding: str = ""
 
     def __bool__(self) -> bool:
         return self.equal
@@ -180,7 +182,8 @@ class Comparison:
         if not self.is_matched:
             return f"{both} cannot be matched{when}: nothing in them must agree."
         if self.verdict.first is None:
-            return f"{both} are equal{when}."
+            within = f" within rounding of {self.rounding}" if self.rounding else ""
+            return f"{both} are equal{when}{within}."
         op = self.op
         if op is None:
             return f"{both} part{when} before anything is computed, in {self.variable!r}."
