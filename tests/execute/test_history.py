@@ -116,6 +116,12 @@ def test_an_interrupted_fetch_is_repeated_whole(monkeypatch):
     assert history["step"].tolist() == [1, 2, 2, 3, 4, 4, 5]
 
 
+@pytest.mark.parametrize("value", [np.complex64(1j), jnp.complex64(1)])
+def test_a_complex_number_is_refused_when_it_is_recorded(value):
+    with pytest.raises(ow.ArgumentError, match=r"'loss' is complex64; expected a real number. Record abs"):
+        History().record(step=1, epoch=0, loss=value)
+
+
 @pytest.mark.parametrize("value", [np.ones(3), jnp.ones((2, 2)), "0.5", None, [1.0]])
 def test_what_is_no_scalar(value):
     history = History()

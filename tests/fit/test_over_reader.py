@@ -387,3 +387,15 @@ def test_numbers_that_are_no_key_are_examples():
     model = ow.Model(ow.trace(network, W, numbers[:2], table, X[:2]), W)
     found = ow.Evaluator(model).test([(numbers[i : i + 2], table, X[i : i + 2]) for i in (0, 2)])
     np.testing.assert_allclose(found["loss"], network(W, numbers, table, X[:4]), rtol=1e-5)
+
+
+@pytest.mark.parametrize("step", ["test", "train"])
+def test_a_complex_number_is_named_with_what_to_return_instead(step):
+    def network(w, x):
+        return jnp.mean((x @ w) ** 2), {"phase": jnp.mean(x @ w.astype("complex64"))}
+
+    model = ow.Model(ow.trace(network, W, X, has_aux=True), W)
+    run = ow.Evaluator(model).test if step == "test" else ow.Trainer(model, ow.SGD(0.1)).train
+    with pytest.raises(ow.ArgumentError, match=r"'phase', which network returns, is complex64; .*jnp\.abs"):
+        run([X])
+    assert jnp.iscomplexobj(ow.Evaluator(model).forward(X).value[1]["phase"])

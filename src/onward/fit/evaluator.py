@@ -19,11 +19,9 @@ from onward.core.compiler import compiled_alone
 from onward.core.errors import ArgumentError, NotPickled, StateError, nearest
 from onward.core.pointing import Pointing
 from onward.core.program import Program, Variable
-from onward.core.structure import path_name
-from onward.core.walk import find, name_of, producers
+from onward.core.walk import find, name_of
 from onward.distribute.split.in_words import fingerprint
 from onward.execute.feeds import data_names, unshared
-from onward.execute.loop.history import expect_metrics
 from onward.execute.loop.interrupt import uninterrupted
 from onward.execute.loop.reader import LoopReader
 from onward.execute.out import Out
@@ -35,6 +33,7 @@ from onward.execute.tuning import Tuning
 from onward.fit.beginning import Beginning, first_of
 from onward.fit.model import EvaluationRequest, Model, expect_model
 from onward.fit.over_reader import OfReader, ReaderNumbers
+from onward.fit.reported import expect_one_loss, expect_real, metrics_of, numbers_of
 
 
 class Evaluator(NotPickled, Pointing):
@@ -129,7 +128,8 @@ class Evaluator(NotPickled, Pointing):
 
         Raises:
             ArgumentError: an empty reader, one of the wrong structure, or without what the numbers need;
-                values of other shapes from batch to batch; a number beside the loss that is named ``loss``.
+                values of other shapes from batch to batch; a number beside the loss that is named ``loss``,
+                or one that is complex.
             Of several processes one may have no batch; they have the same network and data of the same names.
             PeerError: another process did not come within the deadline, or an error ended its test.
 
@@ -204,10 +204,13 @@ class Evaluator(NotPickled, Pointing):
     def _of_reader(self, given: frozenset[str]) -> OfReader:
         def results(program: Program) -> dict[str, Variable]:
             reached = EvaluationRequest((), given).program(program).outputs
-            return {name: v for name, v in _numbers(program.loss, program.signature).items() if v in reached}
+            found = numbers_of(program.loss, program.signature)
+            found = {name: v for name, v in found.items() if v in reached}
+            expect_real(program, found)
+            return found
 
         self._expect_known(given)
-        _expect_one_loss(self.model.test_program)
+        expect_one_loss(self.model.test_program)
         return self.model.once(("reader", given), lambda: OfReader(self.model.test_program, results))
 
     def _over_reader(self, reader: OfReader, given: frozenset[str]) -> _Forward:
@@ -326,64 +329,6 @@ def batch_size(fed: Mapping[str, Any]) -> int:
     """How many examples a batch has: the length of its first array that has one."""
     shapes = (np.shape(x) for x in jax.tree.leaves(list(fed.values())))
     return next((shape[0] for shape in shapes if shape), 1)
-
-
-def metrics_of(out: Out) -> dict[str, Any]:
-    """The loss and every other single number that the traced function returned, by name."""
-    found = _numbers(out.results.loss, out.results.signature)
-    return {name: out[v] for name, v in found.items() if name == "loss" or v.name in out.results.position}
-
-
-def scalars_of(program: Program, values: Mapping[str, Any]) -> dict[str, float]:
-    """The loss and every other single number that a traced function returned, from values by name."""
-    found = _numbers(program.loss, program.signature)
-    return {n: float(values[v.name]) for n, v in found.items() if v.shape == () and v.name in values}
-
-
-def _numbers(loss: Variable | None, signature: Any) -> dict[str, Variable]:
-    """Every number that is returned beside the loss, by name, and the loss."""
-    found = {} if loss is None else {"loss": loss}
-    if signature is not None and signature.has_aux:
-        found |= {path or "aux": v for path, v in _aux(signature) if v.shape == ()}
-    return found if loss is None else {**found, "loss": loss}
-
-
-def expect_names(program: Program, is_tested: bool) -> None:
-    """Raise ``ArgumentError`` where a number of a step would stand in the place of another in its history."""
-    names = _numbers(program.loss, program.signature)
-    expect_metrics(names)
-    _expect_one_loss(program)
-    if is_tested and (twice := names.keys() & {f"test_{name}" for name in names}):
-        name = min(twice)
-        raise ArgumentError(
-            f"A number that {program.name} returns is named {name!r}, as that of the test of "
-            f"{name.removeprefix('test_')!r} is. Give it another name."
-        )
-
-
-def _expect_one_loss(program: Program) -> None:
-    """Raise ``ArgumentError`` where a number beside the loss has its name, and is not that number again."""
-    has_aux = program.signature is not None and program.signature.has_aux
-    beside = _aux(program.signature) if has_aux else []
-    named = [v for path, v in beside if path == "loss" and v.shape == ()]
-    if program.loss is None or not named:
-        return
-    makers, v = producers(program), named[0]
-    while v is not program.loss:
-        op = makers.get(v)
-        if op is None or not op.primitive.keeps_places or len(op.inputs) != 1:
-            raise ArgumentError(
-                f"{program.name} returns a number beside the loss that is named 'loss', and is another one. "
-                "Give it another name, such as 'cross_entropy'."
-            )
-        (v,) = op.inputs
-
-
-def _aux(signature: Any) -> list[tuple[str, Variable]]:
-    numbered = jax.tree.unflatten(signature.result.treedef, list(range(len(signature.result.leaves))))
-    paths = jax.tree_util.tree_flatten_with_path(numbered[1])[0]
-    pairs = [(path_name(path), signature.result.leaves[i]) for path, i in paths]
-    return [(path, v) for path, v in pairs if isinstance(v, Variable)]
 
 
 def _no_number(program: str, names: tuple[str, ...], fed: Mapping[str, Any]) -> str:

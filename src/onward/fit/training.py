@@ -28,9 +28,10 @@ from onward.execute.loop.reader import LoopReader
 from onward.execute.out import Out
 from onward.execute.peers.deadline import deadline_of
 from onward.execute.processes import place_among_processes
-from onward.fit.evaluator import as_feed, batch_size, expect_names, metrics_of
+from onward.fit.evaluator import as_feed, batch_size
 from onward.fit.finite import check_numbers, not_finite
 from onward.fit.progress import Progress
+from onward.fit.reported import expect_names, metrics_of
 from onward.fit.telling import Telling
 from onward.fit.trainer_parts import TrainerParts
 

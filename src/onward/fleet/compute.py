@@ -30,9 +30,10 @@ from onward.execute.nonfinite.finding import NonFinite
 from onward.execute.portions import Portions
 from onward.execute.spread import By, Spread
 from onward.execute.state import State, stored
-from onward.fit.evaluator import as_feed, batch_size, metrics_of, scalars_of
+from onward.fit.evaluator import as_feed, batch_size
 from onward.fit.examples import Examples
 from onward.fit.finite import check_numbers
+from onward.fit.reported import metrics_of, scalars_of
 from onward.fleet.holding import Gradients, Values
 
 Wanted = Mapping[str, np.ndarray]

@@ -258,6 +258,11 @@ def _expect_numbers(values: Mapping[str, Any]) -> None:
                 f"History: {name!r} is {describe(value)}; expected one number. Record its mean, or a "
                 "metric for each of its entries."
             )
+        if getattr(getattr(value, "dtype", None), "kind", "") == "c":
+            raise ArgumentError(
+                f"History: {name!r} is {value.dtype}; expected a real number. Record abs(z) of it; or z.real "
+                "and z.imag, a metric each."
+            )
 
 
 def _send(rows: Sequence[Mapping[str, Any]]) -> None:
