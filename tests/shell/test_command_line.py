@@ -76,7 +76,20 @@ def test_the_version_is_told_where_no_device_can_be_used(ended, monkeypatch):
             ["demo", "--epoch=3"],
             "usage: onward demo [-h] [--epochs N] [--out FILE]\nonward demo: error:",
         ),
-        (["--verbose"], "the following arguments are required: COMMAND"),
+        (["--verbose"], "there is no option '--verbose'. The nearest names are '--version'."),
+        (
+            ["launch", "--procesess", "2", "x.py"],
+            "'--procesess'. The nearest names are '--processes'.",
+        ),
+        (
+            ["launch", "--restart=3", "x.py", "--help"],
+            "'--restart'. The nearest names are '--restarts'.",
+        ),
+        (
+            ["launch", "--devices", "2", "x.py", "--deep"],
+            "are required: -n/--processes",
+        ),
+        (["serve", "--prt=80"], "no option '--prt'. The nearest names are '--port'."),
         (["show"], "the following arguments are required: TARGET"),
         (["show", "train.py:loss", "--batch", "-1"], "-1 is not a number of at least 1"),
         (["launch", "-n", "2", "--deadline", "0", "x.py"], "0 is not a number of seconds above 0"),

@@ -18,7 +18,7 @@ from onward.shell.bench import bench
 from onward.shell.demo import demo
 from onward.shell.doctor import devices_in_words, doctor
 from onward.shell.launch.launch import LaunchPlan, launch
-from onward.shell.options import add_command, count, positive, refuse_rest, seconds
+from onward.shell.options import add_command, count, positive, refuse_rest, refuse_unknown, seconds
 from onward.shell.serve_options import add_serve
 from onward.shell.show_options import add_show
 
@@ -49,9 +49,11 @@ def _run(given: list[str]) -> int:
         given = [*given[1:2], "--help"]
     if not given[0].startswith("-") and given[0] not in commands:
         parser.error(f"there is no command {given[0]!r}. {nearest(given[0], commands)}")
+    command = commands.get(given[0], parser)
+    refuse_unknown(command, given[1:] if given[0] in commands else given[:1])
     options, rest = parser.parse_known_args(given)
     if rest:
-        refuse_rest(commands.get(given[0], parser), rest)
+        refuse_rest(command, rest)
     status: int = options.run(options)
     return status
 

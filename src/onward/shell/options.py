@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
+from difflib import get_close_matches
 from textwrap import fill
 from typing import Any, NoReturn
 
@@ -29,13 +30,36 @@ def add_command(
     return command
 
 
+def refuse_unknown(command: argparse.ArgumentParser, given: Sequence[str]) -> None:
+    """End with a sentence about the first option that a command has not, before it asks for one it needs.
+
+    What follows the script of ``launch`` is the script's own; where help is asked for first, it is given.
+    """
+    actions = {name: action for action in command._actions for name in action.option_strings}
+    ends_at_first = any(action.nargs == argparse.REMAINDER for action in command._actions)
+    texts = iter(given if "-" in command.prefix_chars else ())
+    for text in texts:
+        name, equals, _ = text.partition("=")
+        if text == "--" or (ends_at_first and not text.startswith("-")):
+            return
+        action = actions.get(name) or actions.get(text[:2])
+        if isinstance(action, argparse._HelpAction):
+            return
+        if action is not None and action.nargs is None and not equals and name in actions:
+            next(texts, None)  # its value
+        elif action is None and text[:1] == "-" and text[1:2].strip("0123456789"):
+            refuse_rest(command, [text])
+
+
 def refuse_rest(command: argparse.ArgumentParser, rest: Sequence[str]) -> NoReturn:
     """End with a sentence about arguments that a command does not take, and its usage."""
     option = next((text.partition("=")[0] for text in rest if text.startswith("-")), None)
     if option is None:
         command.error(f"{rest[0]!r} is an argument too many")
     options = [name for action in command._actions for name in action.option_strings]
-    command.error(f"there is no option {option!r}. {nearest(option, options)}")
+    close = get_close_matches(option.lstrip("-"), [name.lstrip("-") for name in options], cutoff=0.5)
+    near = [name for name in options if name.lstrip("-") in close]  # the dashes are alike in all
+    command.error(f"there is no option {option!r}. {nearest(option if near else '', near or options)}")
 
 
 def positive(text: str) -> int:
