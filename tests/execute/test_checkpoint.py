@@ -19,6 +19,7 @@ from onward.core.errors import ArgumentError, CheckpointError, MissingExtraError
 from onward.execute.checkpoint import archive, manifest
 from onward.execute.checkpoint.backends import BACKENDS, SafetensorsBackend
 from onward.execute.checkpoint.checkpoints import Checkpoints
+from onward.execute.checkpoint.contents import HISTORY
 from onward.execute.disk.encoding import DTYPES
 
 W = np.arange(6, dtype=np.float32).reshape(2, 3)
@@ -678,3 +679,15 @@ def test_a_fault_at_a_system_call(server, call, which, what, state):
     if reason := torture.why_no_strace():
         pytest.skip(reason)
     assert torture.fault(server, call, which, what) == state
+
+
+@pytest.mark.parametrize(
+    ("names", "rows"), [(["step", "epoch"], (3, 2)), (["step"], (1,)), ([], (2, 1)), (["step"], None)]
+)
+def test_a_history_that_has_no_row_for_each_name_is_told(tmp_path, names, rows):
+    store = Checkpoints(tmp_path, asynchronous=False)
+    own = {} if rows is None else {HISTORY: np.zeros(rows)}
+    store.save({"w": np.ones(2), **own}, 1, extra={HISTORY: names})
+    found = store.load()
+    with pytest.raises(CheckpointError, match=r"step-1: its history has .* expected a row for each name"):
+        _ = found.history

@@ -156,6 +156,12 @@ def test_columns_of_unequal_length():
         History.from_dict({"step": [1, 2], "loss": [0.5]})
 
 
+@pytest.mark.parametrize("columns", [[1], {"loss": 3}, {"loss": ["a"]}, {"loss": [[1, 2]]}, {"loss": [1j]}])
+def test_columns_that_are_not_numbers(columns):
+    with pytest.raises(ow.ArgumentError, match=r"History\.from_dict.*expected a (list|real number)"):
+        History.from_dict(columns)
+
+
 def test_repr_is_short():
     assert repr(History()) == "History(0 steps)"
     assert repr(filled(1)) == "History(1 step: loss 1 -> 1)"

@@ -10,6 +10,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from onward.core.errors import CheckpointError
+from onward.core.words import some
 from onward.execute.checkpoint.contents import HISTORY, KEY
 from onward.execute.checkpoint.identity import UNKNOWN, Identity
 from onward.execute.checkpoint.manifest import Manifest
@@ -45,9 +47,19 @@ class Checkpoint:
 
     @property
     def history(self) -> History:
-        """The numbers that were saved beside the arrays; empty where none were."""
-        columns = self.beside.get(HISTORY, ())
-        return History.from_dict(dict(zip(self.extra.get(HISTORY, ()), columns, strict=True)))
+        """The numbers that were saved beside the arrays; empty where none were.
+
+        Raises:
+            CheckpointError: they are not one row for each name.
+        """
+        names, rows = list(self.extra.get(HISTORY, ())), self.beside.get(HISTORY, np.empty((0, 0)))
+        if np.ndim(rows) != 2 or len(rows) != len(names):
+            raise CheckpointError(
+                f"{self.path}: its history has numbers of shape {list(np.shape(rows))} for "
+                f"{some(names, 6) or 'no names'}; expected a row for each name. Save a History with "
+                "checkpoints.save(state, step, history=history), or restore another checkpoint: which=path."
+            )
+        return History.from_dict(dict(zip(names, rows, strict=True)))
 
 
 @dataclass(frozen=True)

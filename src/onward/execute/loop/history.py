@@ -191,10 +191,11 @@ class History(Mapping[str, np.ndarray], Pointing):
         """The History that ``as_dict`` was asked of; training may go on recording in it.
 
         Raises:
-            ArgumentError: columns of unequal length.
+            ArgumentError: columns of unequal length, or of something else than numbers.
         """
         history = cls()
-        lengths = {name: len(column) for name, column in columns.items()}
+        own = {name: _column(name, column) for name, column in _listed(columns)}
+        lengths = {name: len(column) for name, column in own.items()}
         for name, length in lengths.items():
             first = next(iter(lengths))
             if length != lengths[first]:
@@ -202,10 +203,7 @@ class History(Mapping[str, np.ndarray], Pointing):
                     f"History.from_dict: {first!r} has {lengths[first]} records and {name!r} has {length}; "
                     "expected one number a record in each. Give NaN where there is none."
                 )
-        history._columns = {
-            name: array("d", x.astype(float).tobytes() if isinstance(x, np.ndarray) else x)
-            for name, x in columns.items()
-        }
+        history._columns = own
         history._fetched = max(lengths.values(), default=0)
         return history
 
@@ -263,6 +261,30 @@ def _expect_numbers(values: Mapping[str, Any]) -> None:
                 f"History: {name!r} is {value.dtype}; expected a real number. Record abs(z) of it; or z.real "
                 "and z.imag, a metric each."
             )
+
+
+def _listed(columns: Any) -> Any:
+    """The columns of a History by name, as pairs."""
+    if isinstance(columns, Mapping):
+        return columns.items()
+    raise ArgumentError(
+        f"History.from_dict was given {describe(columns)}; expected a list of numbers for each name, as "
+        "as_dict returns: {'step': [1, 2], 'epoch': [0, 0], 'loss': [0.5, 0.4]}."
+    )
+
+
+def _column(name: str, values: Any) -> array[float]:
+    """One metric over all records."""
+    try:
+        numbers = np.asarray(values)
+        if numbers.ndim != 1 or numbers.dtype.kind == "c":
+            raise ValueError
+        return array("d", numbers.astype(float).tobytes())
+    except (TypeError, ValueError):
+        raise ArgumentError(
+            f"History.from_dict: {name!r} is {describe(values)}; expected a real number for each record, "
+            "and NaN where there is none."
+        ) from None
 
 
 def _send(rows: Sequence[Mapping[str, Any]]) -> None:
