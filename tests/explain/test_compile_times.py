@@ -99,3 +99,11 @@ def test_what_is_no_step(program):
         ow.compile_times(program, X)
     with pytest.raises(ArgumentError, match="depth is 0"):
         ow.compile_times(program, depth=0)
+
+
+@pytest.mark.parametrize("option", [{"tune": False}, {"roll": True}])
+def test_a_function_takes_no_option_of_compile(option):
+    with pytest.raises(
+        ArgumentError, match=f"{min(option)} says how compile changes a Program, and a function"
+    ):
+        ow.compile_times(lambda w: w, 1.0, **option)

@@ -155,3 +155,10 @@ def test_one_of_several_processes_does_not_have_all_stages(look: Callable[[Any],
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(ow.ArgumentError, match=f"{look.__name__} compiles all stages.*in one process"):
         look(cut)
+
+
+@pytest.mark.parametrize("option", [{"tune": False}, {"roll": True}])
+def test_an_option_for_one_program_is_refused_by_its_name(option: dict[str, Any]) -> None:
+    cut = ow.pipeline(apart(), 2, 2)
+    with pytest.raises(ow.ArgumentError, match=f"{min(option)} says how compile changes one Program"):
+        ow.memory(cut, **option)

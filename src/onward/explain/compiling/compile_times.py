@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from textwrap import fill
 from typing import Any
 
+from onward.core.check import expect_switches
 from onward.core.columns import columns
 from onward.core.errors import ArgumentError
 from onward.core.program import Program
@@ -117,13 +118,13 @@ def compile_times(
         args: what the function is called with: arrays, where they lie on devices, or
             ``jax.ShapeDtypeStruct``. None for a Program.
         depth: how many levels of scopes are told apart; more in a scope that has most of the ops.
-        roll: as for ``compile``, for a Program.
-        tune: as for ``compile``, for a Program.
+        roll: as for ``compile``, for a Program alone.
+        tune: as for ``compile``, for a Program alone.
         kwargs: the arguments of the function by name.
 
     Raises:
         ArgumentError: neither a Program nor a function; arguments beside a Program, or that the function does
-            not take; a depth that is not a number of at least 1.
+            not take; ``tune`` or ``roll`` beside a function; a depth that is not a number of at least 1.
         TraceError: the function cannot be traced.
 
     Example:
@@ -135,6 +136,8 @@ def compile_times(
     """
     if not isinstance(depth, int) or isinstance(depth, bool) or depth < 1:
         raise ArgumentError(f"compile_times: depth is {depth!r}; expected a whole number, at least 1.")
+    expect_switches("compile_times", tune=tune)
+    expect_switches("compile_times", (True, False, None), roll=roll)
     measured = _measured(step, args, kwargs, Tuning(tune, roll))
     scopes = compiled_scopes(measured.program, depth, max(_PARTS_AT_MOST * measured.lowering, _ANYWAY))
     return CompileTimes(
@@ -148,6 +151,12 @@ def _measured(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tuning: 
             raise ArgumentError(
                 f"compile_times takes a Program, or a function and its arguments, not {describe(step)}. "
                 "Write compile_times(program), or compile_times(train_step, *args)."
+            )
+        if tuning != Tuning():
+            word = "roll" if tuning.is_on else "tune"
+            raise ArgumentError(
+                f"compile_times: {word} says how compile changes a Program, and {describe(step)} is measured "
+                "as JAX compiles it. Leave it out; pass an argument of its own of this name by place."
             )
         return of_function(step, args, kwargs)
     if args or kwargs:

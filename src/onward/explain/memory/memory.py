@@ -20,6 +20,7 @@ from functools import cached_property
 from typing import overload
 
 from onward.core.check import expect_program, expect_switches
+from onward.core.errors import ArgumentError
 from onward.core.program import Program
 from onward.core.show import human_bytes
 from onward.distribute.pipeline.cut import Pipeline
@@ -112,7 +113,7 @@ def memory(program: Program, tune: bool = True, roll: bool | None = None) -> Mem
 
 
 @overload
-def memory(program: Pipeline, tune: bool = True, roll: bool | None = None) -> PipelineMemory: ...
+def memory(program: Pipeline) -> PipelineMemory: ...
 
 
 def memory(
@@ -132,13 +133,13 @@ def memory(
 
     Args:
         program: at any stage; or a Pipeline, which needs as many devices as it runs on.
-        tune: as in ``compile``; False: the ops of the Program are taken as they stand. A Pipeline is compiled
-            as it is.
-        roll: as in ``compile``: whether repeated layers become a loop; None: where it gains something.
+        tune: as in ``compile``; False: the ops of the Program are taken as they stand.
+        roll: as in ``compile``: whether repeated layers become a loop; None: where it gains something. A
+            Pipeline is compiled as it is, and takes neither.
 
     Raises:
         ArgumentError: it is neither; a Pipeline in several processes, or with too few devices; an option that
-            is none of these.
+            is none of these, or that a Pipeline does not take.
         GraphError: ``roll=True`` where no layer repeats.
 
     Example:
@@ -153,6 +154,15 @@ def memory(
     expect_switches("memory", tune=tune)
     expect_switches("memory", (True, False, None), roll=roll)
     if isinstance(program, Pipeline):
+        given = {"tune": tune is not True, "roll": roll is not None}
+        for word in (word for word, is_given in given.items() if is_given):
+            raise ArgumentError(_OF_ONE_PROGRAM.format(word=word))
         return memory_of_stages(program)
     expect_program(program, "memory")
     return Memory(program, tune, roll)
+
+
+_OF_ONE_PROGRAM = (
+    "memory: {word} says how compile changes one Program, and a Pipeline is compiled as it was cut. Leave it "
+    "out; or ask of the Program before pipeline: memory(program, {word}=...)."
+)
