@@ -82,8 +82,8 @@ params = {
 
 # %%
 batch = 64
-program = ow.trace(loss, params, images[:batch], labels[:batch], has_aux=True)
-print(program)
+forward = ow.trace(loss, params, images[:batch], labels[:batch], has_aux=True)
+print(forward)
 
 # %% [markdown]
 # ## The backward pass
@@ -92,8 +92,8 @@ print(program)
 # the forward operator saves it: `saved(...)`.
 
 # %%
-program = ow.append_backward(program)
-print(program)
+backward = ow.append_backward(forward)
+print(backward)
 
 # %% [markdown]
 # ## The update
@@ -106,7 +106,7 @@ print(program)
 epochs = 15
 steps = epochs * (len(train) // batch)
 cosine = lambda step: 3e-3 * 0.5 * (1 + jnp.cos(jnp.pi * step / steps))  # noqa: E731
-program = ow.Adam(cosine).create_optimization_pass(program)
+program = ow.Adam(cosine).create_optimization_pass(backward)
 ow.show(program, depth=1)
 
 # %% [markdown]
