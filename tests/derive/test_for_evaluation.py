@@ -9,6 +9,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import onward as ow
+from onward.derive import for_evaluation as module
 from onward.derive.optimizers.schedule_free import ScheduleFreeAdamW, ScheduleFreeSGD
 
 PARAMS = {"w": np.float32([1.0, -2.0, 0.5]), "b": np.float32(0.25)}
@@ -131,6 +132,16 @@ def test_its_own_beginning_are_the_parameters(averaged):
 def test_without_averages_it_is_the_test_program():
     program = ow.Adam(0.1, rules=[ow.L2(0.1)]).minimize(loss, PARAMS, X)
     assert str(ow.for_evaluation(program)) == str(ow.for_test(program))
+
+
+def test_without_averages_the_update_is_not_derived_again(monkeypatch):
+    def derived(*given):
+        raise AssertionError("the update pass was derived")
+
+    monkeypatch.setattr(module, "updated", derived)
+    program = ow.Adam(0.1, rules=[ow.L2(0.1)]).minimize(loss, PARAMS, X)
+    assert module.evaluated_parameters(program).outputs == program.parameters
+    assert not ow.for_evaluation(program).updates
 
 
 def test_once_more_changes_nothing(averaged):

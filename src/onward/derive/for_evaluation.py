@@ -18,6 +18,7 @@ from onward.core.walk import substitute
 from onward.core.words import Pass, Placement
 from onward.derive.for_test import for_test
 from onward.derive.update.act import Hyperparameters, Slot
+from onward.derive.update.groups import OptimizerRule, Routing
 from onward.derive.update.growing import Update
 from onward.derive.update.precision import widened
 from onward.derive.update.update import append_update, optimizer_of, updated
@@ -66,11 +67,16 @@ def averages_of(program: Program) -> Averages | None:
     """The averages that a training Program keeps for evaluation; None if it keeps none."""
     recipe = recipe_of(program, "for evaluation", "Trace the network with training=False")
     optimizer = next((optimizer_of(step) for step in recipe.of(append_update)), None)
-    if optimizer is None:
+    if optimizer is None or not any(rule.has_evaluated for rule in _acting(optimizer, program)):
         return None
     averages = Averages.of(updated(build(recipe.until(Phase.UPDATE), whole_types(program)), optimizer))
     _expect_whole(program, averages)
     return averages if averages.evaluated else None
+
+
+def _acting(optimizer: OptimizerRule, program: Program) -> Sequence[Any]:
+    """The optimizers and rules that act on any parameter; known without deriving the update again."""
+    return Routing.of(optimizer, program.parameters).all_rules()
 
 
 @dataclass(frozen=True, eq=False)
