@@ -20,6 +20,7 @@ import onward as ow
 from onward.core.described import DescribedBody
 from onward.core.recipe import build
 from onward.execute.step import Step
+from onward.serve.export import graph
 from onward.serve.export.replay import Replay
 
 
@@ -667,3 +668,12 @@ def test_a_step_whose_parameters_are_nan_is_refused_and_its_slots_are_its_own(tm
     ow.save(step, path, wrong, allow_nonfinite=True)
     with pytest.raises(ow.ModelFileError, match="'w' holds nan"):
         ow.load_step(path)
+
+
+def test_a_negative_cost_of_an_older_file_is_taken_for_unknown(tmp_path, monkeypatch):
+    """As that of a sum over nothing was written."""
+    monkeypatch.setattr(graph, "_cost", lambda op: {"flops": -3, "read": 12})
+    program = ow.trace(lambda w, x: jnp.sum(x * w), jnp.ones(3), jnp.ones((2, 3)))
+    path = ow.save(ow.Model(program, jnp.ones(3)), tmp_path / "older.model")
+    costs = [ow.cost(op) for op in ow.load(path).topology.ops]
+    assert {(cost.flops, cost.read) for cost in costs} == {(0, 12)}

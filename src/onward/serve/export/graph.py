@@ -232,9 +232,7 @@ class _GraphReader:
             subprograms={
                 _text(name): _GraphReader(part, self.sizes).program() for name, part in parts.items()
             },
-            cost={
-                field: _count(value) for field, value in record.get("cost", {}).items() if field in _COUNTS
-            },
+            cost=_known_cost(record.get("cost", {})),
         )
 
     def _signature(self, record: Mapping[str, Any] | None) -> Signature | None:
@@ -268,8 +266,14 @@ def _type_of(record: Mapping[str, Any]) -> str:
     return Mark(text) if record.get("mark", made_by != Pass.FORWARD and text in MARKS) is True else text
 
 
+def _known_cost(record: Mapping[str, Any]) -> dict[str, int]:
+    """The entries of a cost; files of release 0.1.0 may have negative ones, of a sum over nothing."""
+    counts = {field: _count(value) for field, value in record.items() if field in _COUNTS}
+    return {field: count for field, count in counts.items() if count >= 0}
+
+
 def _count(value: Any) -> int:
-    if not isinstance(value, int) or not 0 <= value < 2**80:
+    if not isinstance(value, int) or abs(value) >= 2**80:
         raise ValueError(f"{str(value)[:40]} is not a cost")
     return value
 
