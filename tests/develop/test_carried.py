@@ -259,3 +259,16 @@ def test_micro_batches_draw_numbers_of_their_own_with_a_count_of_steps(layout: s
             np.testing.assert_allclose(now.model_state["rate"], following["rate"], rtol=1e-6)
     assert len(set(drawn)) == 2 * len(X)
     assert int(now.model_state["steps"]) == 2
+
+
+def test_a_buffer_of_an_adopted_step_whose_rows_differ_is_named() -> None:
+    def step(w: Any, buffer: Any, at: Any, x: Any) -> Any:
+        gradient = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+        buffer = buffer.at[at + jnp.arange(len(x))].set(x)
+        return w - 0.1 * gradient, buffer, at + len(x)
+
+    adopted = ow.adopt(step, PARAMS["v"], jnp.zeros((32, 3)), jnp.int32(0), X)
+    with pytest.warns(
+        UserWarning, match="counts the examples from 0, .* The state 'buffer' differs from that"
+    ):
+        ow.accumulate(adopted, 4)

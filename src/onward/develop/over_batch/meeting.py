@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
-from onward.core.program import Program, Variable
+from onward.core.program import Op, Program, Variable
 from onward.core.source import user_level
 from onward.core.walk import descendants
 from onward.develop.over_batch.known import Following, Follows, How
@@ -49,7 +49,7 @@ def meetings(part: Program, following: Following, whole: str = "") -> Iterator[D
     """
     near = following.reaching(part, [*part.outputs, *part.next_state.values()])
     for op, why in near.mixing[:1]:
-        yield Difference(f"{op.type!r}{op.at} {why}", RESULT, whole)
+        yield Difference(f"{op.type!r}{op.at} {why}", _reached(part, op), whole)
     for op in near.normalizing[:1]:
         yield Difference(
             f"{op.type!r}{op.at} reads a statistic of the examples, as batch normalization does",
@@ -58,6 +58,19 @@ def meetings(part: Program, following: Following, whole: str = "") -> Iterator[D
         )
     for op, why in following.rules_of_loss(part)[:1]:
         yield Difference(f"{op.type!r}{op.at} {why}", "The gradients differ from those of the whole batch")
+
+
+def _reached(part: Program, op: Op) -> str:
+    """The differences that an op makes, in words: of the results, or of state that is carried on, by name."""
+    behind, following = descendants(part, op.outputs), part.next_state
+    names = [repr(old.name) for old, new in following.items() if new in behind]
+    if not names:
+        return RESULT
+    state = f"the state {' and '.join(names[:3])}{' and others' * (len(names) > 3)}"
+    if behind.isdisjoint({part.loss, *part.outputs} - set(following.values())):
+        verb = "differs from that" if len(names) == 1 else "differ from those"
+        return f"T{state[1:]} {verb} of the whole batch"
+    return f"The result and {state} differ from those of the whole batch"
 
 
 def same_draws(part: Program, following: Following, apart: Collection[Variable] = ()) -> Iterator[Difference]:
