@@ -399,3 +399,20 @@ def test_a_complex_number_is_named_with_what_to_return_instead(step):
     with pytest.raises(ow.ArgumentError, match=r"'phase', which network returns, is complex64; .*jnp\.abs"):
         run([X])
     assert jnp.iscomplexobj(ow.Evaluator(model).forward(X).value[1]["phase"])
+
+
+@pytest.mark.parametrize("rows", [4, 5])
+def test_weights_of_classes_may_come_before_the_examples(rows):
+    def network(w, weights, x, label):
+        return jnp.sum(errors_of(w, x, label) * weights[label]) / jnp.sum(weights[label])
+
+    weights = np.arange(1, CLASSES + 1, dtype="float32")
+    model = ow.Model(ow.trace(network, W, weights, X[:rows], LABEL[:rows]), W)
+    parts = [slice(0, 4), slice(4, 10)]
+    found = ow.Evaluator(model).test([(weights, X[part], LABEL[part]) for part in parts])
+    np.testing.assert_allclose(found["loss"], network(W, weights, X, LABEL), rtol=1e-5)
+    others = [(weights + i, X[part], LABEL[part]) for i, part in enumerate(parts)]
+    with pytest.warns(UserWarning, match="'loss' of a reader cannot be told from that of each .*'weights'"):
+        mean = ow.Evaluator(model).test(others)["loss"]
+    each = [network(W, *batch) for batch in others]
+    np.testing.assert_allclose(mean, (4 * each[0] + 6 * each[1]) / 10, rtol=1e-5)

@@ -232,8 +232,7 @@ class ReaderNumbers:
         """Note the results of which all processes have means alone, given the data that is another shape."""
         parts = self.parts
         if is_one_length:
-            why = one_length(parts.part, (*parts.split, *sorted(parts.by_chance)))
-            self.apart = dict.fromkeys(parts.results, why)
+            self.apart = dict.fromkeys(parts.results, _other_data(parts))
         elif several:
             of = {v: self._places[int(x)] for v, x in zip(parts.computed, unlike, strict=True)}
             found = ((name, of[v]) for name, v in parts.results.items() if of.get(v))
@@ -312,6 +311,15 @@ def _nothing(v: Variable, follows: Follows) -> Any:
     """The value of no examples."""
     least = {How.MOST: -np.inf, How.LEAST: np.inf}
     return np.full(v.shape, least.get(follows.kind, 0.0))
+
+
+def _other_data(parts: FromParts) -> str:
+    """The reason why means are left where data that holds no examples differs from batch to batch."""
+    names = sorted(parts.by_chance)
+    if all(parts.part[name].shape[0] == parts.rows for name in names):
+        return one_length(parts.part, (*parts.split, *names))
+    held = " and ".join(map(repr, parts.split))
+    return f"{names[0]!r} differs from batch to batch, and is not as long as {held}, which hold the examples"
 
 
 def _other_shape(parts: FromParts, v: Variable, x: Any) -> str:

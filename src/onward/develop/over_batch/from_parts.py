@@ -194,15 +194,41 @@ def from_parts(program: Program, results: Results) -> FromParts:
     if not split:
         return FromParts(program, 1, (), results(program))
     found = [(split, two)] if (two := _two_lengths(program, split)) else _but_one(program, split)
+    first = _of_two(program, results, split, found)
+    if not first.apart:
+        return first
+    others = ((names, two) for names in _behind_the_first(program) if (two := _two_lengths(program, names)))
+    told = (_of_two(program, results, split, [one]) for one in others)
+    return next((parts for parts in told if not parts.apart), first)
+
+
+def _of_two(
+    program: Program,
+    results: Results,
+    split: tuple[str, ...],
+    found: Sequence[tuple[tuple[str, ...], _TwoLengths]],
+) -> FromParts:
+    """How results are put together, where one way was found to build the Program for two lengths."""
     if len(found) != 1:
         return FromParts(program, 1, (), results(program), why=one_length(program, split))
     ((told, (part, whole)),) = found
-    following = follow(whole, part, 2, split, _can_have, in_turn=True, asks_rules=False)
+    following = follow(whole, part, 2, told, _can_have, in_turn=True, asks_rules=False)
     if following is None:
         why = "for twice as many examples the function builds another graph"
         return FromParts(program, 1, (), results(program), why=why)
     rows, by_chance = part[told[0]].shape[0], {*split} - {*told}
     return FromParts(part, rows, told, results(part), whole, following, by_chance=by_chance)
+
+
+def _behind_the_first(program: Program) -> tuple[tuple[str, ...], ...]:
+    """The data that may hold the examples where the first does not, such as the weights of classes."""
+    assert program.recipe is not None
+    fixed = program.recipe.origin.fixed_data
+    first = next((v for v in program.inputs if v.shape and v.name not in fixed), None)
+    if first is None or first.name == WEIGHT:
+        return ()
+    names = batch_names(program, [first], WEIGHT, fixed)
+    return (names,) if names else ()
 
 
 def one_length(program: Program, split: Sequence[str]) -> str:
