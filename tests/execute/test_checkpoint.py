@@ -21,6 +21,7 @@ from onward.execute.checkpoint.backends import BACKENDS, SafetensorsBackend
 from onward.execute.checkpoint.checkpoints import Checkpoints
 from onward.execute.checkpoint.contents import HISTORY
 from onward.execute.disk.encoding import DTYPES
+from onward.execute.loop.history import History
 
 W = np.arange(6, dtype=np.float32).reshape(2, 3)
 
@@ -691,3 +692,9 @@ def test_a_history_that_has_no_row_for_each_name_is_told(tmp_path, names, rows):
     found = store.load()
     with pytest.raises(CheckpointError, match=r"step-1: its history has .* expected a row for each name"):
         _ = found.history
+
+
+def test_a_history_without_a_record_is_kept(tmp_path):
+    store = Checkpoints(tmp_path, asynchronous=False)
+    store.save({"w": np.ones(2)}, 1, history=History())
+    assert store.load().history == History()

@@ -52,8 +52,8 @@ class Checkpoint:
         Raises:
             CheckpointError: they are not one row for each name.
         """
-        names, rows = list(self.extra.get(HISTORY, ())), self.beside.get(HISTORY, np.empty((0, 0)))
-        if np.ndim(rows) != 2 or len(rows) != len(names):
+        names, rows = list(self.extra.get(HISTORY, ())), self.beside.get(HISTORY, np.empty(0))
+        if np.shape(rows)[:1] != (len(names),) or (names and np.ndim(rows) != 2):
             raise CheckpointError(
                 f"{self.path}: its history has numbers of shape {list(np.shape(rows))} for "
                 f"{some(names, 6) or 'no names'}; expected a row for each name. Save a History with "
