@@ -78,7 +78,9 @@ def pytest_unconfigure():
 
 
 # They take a third of the time. The rest are files of seconds, with which the workers end at the same time.
+# The first one looks through all objects there are, of which later there are ten times as many.
 LONGEST = (
+    "tests/define/test_purity.py",
     "tests/test_notebooks.py",
     "tests/test_docs.py",
     "tests/test_benchmarks.py",
