@@ -397,6 +397,15 @@ def test_a_batch_that_does_not_divide(rows, devices, sizes):
         ow.replicate(program, devices)
 
 
+def test_a_frozen_network_that_comes_first_may_hold_no_examples():
+    frozen, x = np.ones((6, 3), "float32"), np.ones((8, 6), "float32")
+    program = ow.SGD(0.1).minimize(lambda w, f, x: jnp.mean(x @ f * w), np.ones(3, "float32"), frozen, x)
+    message = r"6 rows \('f'\), which 4 devices .* If the batch is 'x' \(float32\[8,6\]\): whole=\['f'\]\."
+    with pytest.raises(ow.ArgumentError, match=message):
+        ow.replicate(program, 4)
+    assert [v.shape for v in ow.replicate(program, 4, whole=["f"]).inputs] == [(6, 3), (2, 6)]
+
+
 def test_data_that_is_not_as_long_as_the_batch_goes_to_every_device_whole():
     def loss(w, x, scale, table):
         return jnp.mean(x @ w * scale + table.sum()), x

@@ -415,6 +415,28 @@ def test_state_that_comes_back_in_another_dtype_is_told(step, state, words):
             call()
 
 
+RUNNING = {
+    "sum": lambda number, loss: number + loss,
+    "mean": lambda number, loss: 0.9 * number + 0.1 * loss,
+    "last": lambda number, loss: loss,
+}
+
+
+@pytest.mark.parametrize("first", [0, np.int32(0), jnp.bfloat16(0)], ids=["int", "int32", "bfloat16"])
+@pytest.mark.parametrize("rule", RUNNING.values(), ids=RUNNING)
+def test_a_number_of_the_loss_that_begins_in_another_dtype_is_told(rule, first):
+    """As state it would stay what it began with; a decorated step is given it with each call."""
+
+    def step(state, x):
+        loss, grad = jax.value_and_grad(loss_of)(state["w"], x)
+        return {"w": state["w"] - grad, "running": rule(state["running"], loss)}, loss
+
+    state = {"w": jnp.ones(4), "running": first}
+    words = rf"'state/running' as {jnp.asarray(first).dtype}\[\], and returns its next value as float32\[\]"
+    with pytest.raises(ow.ArgumentError, match=words):
+        ow.adopt(step, state, X)
+
+
 def results_beside(w, x, rate):
     grad = jax.grad(loss_of)(w, x)
     return w - rate * grad, {"gradient": grad.astype(jnp.bfloat16), "x": x.astype(jnp.float16), "n": rate > 1}

@@ -507,6 +507,29 @@ def test_slices_from_the_end_and_namedtuples(tmp_path):
     assert ow.Evaluator(found).forward(x[:, :4]).value._fields == ("mean", "last")
 
 
+def test_a_namedtuple_is_known_by_its_name_and_fields(tmp_path):
+    """The class of a file is another one, as that of a cell of a notebook which was run again."""
+
+    def loss(w, pair):
+        return jnp.mean(jnp.square(pair.mean @ w - pair.last))
+
+    x, y, w = np.ones((4, 3), "float32"), np.ones((4, 1), "float32"), np.ones((3, 1), "float32")
+    step = ow.compile(ow.SGD(0.1).minimize(loss, w, Pair(x, y)))
+    expected = step(step.init(w), Pair(x, y))[1].loss
+    ow.save(step, tmp_path / "m", step.init(w))
+    found, state = ow.load_step(tmp_path / "m")
+    assert found(state, Pair(x, y))[1].loss == expected
+    again = collections.namedtuple("Pair", ["mean", "last"])
+    assert step(step.init(w), again(x, y))[1].loss == expected
+    others = {
+        "containers are last, mean, expected mean, last": ("Pair", ["last", "mean"]),
+        r"namedtuple\[Other\].* expected .*namedtuple\[Pair\]": ("Other", ["mean", "last"]),
+    }
+    for words, named in others.items():
+        with pytest.raises(ow.ArgumentError, match=words):
+            step(step.init(w), collections.namedtuple(*named)(x, y))
+
+
 @pytest.mark.parametrize(
     "network",
     [

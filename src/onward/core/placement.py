@@ -60,7 +60,7 @@ def expect_one_device(program: Program, what: str) -> None:
         )
 
 
-def expect_divisible(program: str, rows: int, name: str, count: int, where: str = "") -> None:
+def expect_divisible(program: str, rows: int, name: str, count: int, where: str = "", more: str = "") -> None:
     """Raise ``ArgumentError`` with the nearest sizes that fit, if devices do not divide a batch."""
     if rows % count:
         below = rows // count * count
@@ -68,7 +68,7 @@ def expect_divisible(program: str, rows: int, name: str, count: int, where: str 
         raise ArgumentError(
             f"{program}: the batch has {rows} rows ({name!r}), which {count} devices{where} do not divide. "
             f"Feed {sizes}; or let the loss take example_weight, an array [batch] that weighs its mean, and "
-            "batches are filled up with examples of weight 0."
+            f"batches are filled up with examples of weight 0.{more}"
         )
 
 

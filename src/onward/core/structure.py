@@ -46,7 +46,7 @@ class Structure:
         Raises ``ArgumentError`` that names the first place where the tree differs.
         """
         values, treedef = jax.tree.flatten(tree)
-        if treedef != self.treedef:
+        if treedef != self.treedef and not self._is_named_alike(tree, treedef):
             raise ArgumentError(self._difference(tree, what))
         arrays = []
         for leaf, value in zip(self.leaves, values, strict=True):
@@ -65,8 +65,18 @@ class Structure:
         filled = [leaf.value if isinstance(leaf, Static) else next(supply) for leaf in self.leaves]
         return jax.tree.unflatten(self.treedef, filled)
 
+    def _is_named_alike(self, tree: Any, treedef: Any) -> bool:
+        """Whether a tree differs in its classes alone, which have the same names and fields.
+
+        As a namedtuple does from that of a file, or of a cell that was run again.
+        """
+        return str(treedef) == str(self.treedef) and _paths(tree) == _paths(self._numbered())
+
+    def _numbered(self) -> Any:
+        return jax.tree.unflatten(self.treedef, list(range(len(self.leaves))))
+
     def _difference(self, tree: Any, what: str) -> str:
-        whole = jax.tree.unflatten(self.treedef, list(range(len(self.leaves))))
+        whole = self._numbered()
         if type(whole) is tuple and not isinstance(tree, tuple):  # such as what an adopted step carries on
             return f"{what}: expected a tuple of these {len(whole)}, and {describe(tree)} was given."
         expected, found = _paths(whole), _paths(tree)
@@ -78,7 +88,10 @@ class Structure:
         if surplus:
             parts.append(f"it has {', '.join(map(repr, surplus[:5]))}, which the traced one has not")
         if not parts:
-            parts.append(f"its containers are {jax.tree.structure(tree)}, expected {self.treedef}")
+            given, wanted = str(jax.tree.structure(tree)), str(self.treedef)
+            if given == wanted:
+                given, wanted = ", ".join(found), ", ".join(expected)
+            parts.append(f"its containers are {given}, expected {wanted}")
         return f"{what} is not built as it was when the Program was traced: {'; '.join(parts)}."
 
 

@@ -29,6 +29,14 @@ def batch_names(
     return tuple(v.name for v in arrays if leader is not None and v.shape[0] == leader.shape[0])
 
 
+def another_batch(program: Program, split: Collection[str], unit: int) -> str:
+    """In words, other data that may be the batch where so many parts do not divide that which is cut."""
+    divided = (v for v in program.inputs if v.shape and v.name not in split and not v.shape[0] % unit)
+    other = next((v for v in divided if v.shape[0] and not v.may_be_key), None)
+    leader = next(v.name for v in program.inputs if v.name in split)
+    return f" If the batch is {other.name!r} ({other.type}): whole=[{leader!r}]." if other else ""
+
+
 def data_types(program: Program, split: Collection[str], rows: int) -> tuple[Any, ...]:
     """The data arguments of the traced function by their types, with so many rows of what is split.
 

@@ -36,7 +36,7 @@ from onward.derive.backward import append_backward
 from onward.derive.update.foreign import append_foreign_update
 from onward.derive.update.update import append_update
 from onward.develop.accumulation.accumulate import accumulation_of, expect_devices
-from onward.develop.batch import WEIGHT, batch_names, data_types
+from onward.develop.batch import WEIGHT, another_batch, batch_names, data_types
 from onward.develop.over_batch.bending import expect_proportional
 from onward.develop.over_batch.filled import misled
 from onward.develop.over_batch.known import Following
@@ -361,7 +361,8 @@ def _expect_one_batch(program: Program, split: Sequence[Variable], replicas: Rep
                 "both are split over the devices. What each is to get whole: replicate(..., whole=[name])."
             )
         if replicas.weight is None:
-            expect_divisible(program.name, v.shape[0], v.name, replicas.count)
+            more = another_batch(program, {v.name for v in split}, replicas.count)
+            expect_divisible(program.name, v.shape[0], v.name, replicas.count, more=more)
 
 
 def _grown(whole: Program, local: Program) -> set[str]:

@@ -28,7 +28,7 @@ from onward.develop.accumulation.differing import expect_apart, expect_merged, e
 from onward.develop.accumulation.loop import with_loop
 from onward.develop.accumulation.micro_batches import Accumulation
 from onward.develop.accumulation.statistics import KnownOfWhole, OfMicroBatch, own_keys
-from onward.develop.batch import WEIGHT, batch_names, data_types, filled_up
+from onward.develop.batch import WEIGHT, another_batch, batch_names, data_types, filled_up
 from onward.develop.over_batch.alike import has_same_ops, otherwise
 from onward.develop.over_batch.bending import expect_proportional, expect_proportional_in_sums
 from onward.develop.over_batch.filled import misled
@@ -346,14 +346,11 @@ def expect_rows(program: Program, how: Accumulation, devices: int) -> None:
     if how.weight is None and size % unit:
         below = size // unit * unit
         sizes = f"{below} or {below + unit}" if below else f"{unit}"
-        divided = (v for v in program.inputs if v.shape and v.name not in how.split and not v.shape[0] % unit)
-        other = next((v for v in divided if v.shape[0] and not v.may_be_key), None)
-        whole = f" If the batch is {other.name!r} ({other.type}): whole=[{leader!r}]." if other else ""
         raise ArgumentError(
             f"{program.name}: the batch has {size} rows ({leader!r}), which {how.steps} "
             f"micro-batches{_on(devices)} do not divide. Feed {sizes}; or let the loss take example_weight, "
             "an array [batch] that weighs its mean, and batches are filled up with examples of weight 0."
-            f"{whole}"
+            f"{another_batch(program, how.split, unit)}"
         )
 
 

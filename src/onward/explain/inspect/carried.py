@@ -150,13 +150,18 @@ class Ends:
             )
 
     def _expect_same_types(self, pairs: Sequence[Pair]) -> None:
-        """Raise ``ArgumentError`` for a result that would replace an argument but for its dtype."""
+        """Raise ``ArgumentError`` for a result that would replace an argument but for its dtype.
+
+        One that stands where the argument stood, among others that are carried on, would whatever it is
+        computed from: a sum of losses that begins with the number 0 as well.
+        """
         news, olds = [new for new, _ in pairs], [old for _, old in pairs]
         results, arguments = self._left(pairs)
         for new, old in ((new, old) for new in results for old in arguments):
-            if not (_is_retyped(new, old) and self._may_replace(new, old)):
+            if not (_is_retyped(new, old) and self._is_meant(old)):
                 continue
-            if _stands_beside(new, old, news, olds) or _moves_on(new, old, self.flow):
+            is_computed, stands = self._may_replace(new, old), _stands_beside(new, old, news, olds)
+            if (stands and (is_computed or self.asks)) or (is_computed and _moves_on(new, old, self.flow)):
                 may_say = self.told is None and old.place not in {o.place for o in olds}
                 or_else = f" If it is a result, say so: carried={self._named(olds)}." if may_say else ""
                 raise ArgumentError(_retyped(new, old, self.title) + or_else)
