@@ -137,16 +137,24 @@ class Ends:
         return [(new, old) for new, (old, *_) in _beside(counted, pairs)]
 
     def _expect_sure(self, pairs: Sequence[Pair]) -> None:
+        unsure = self._unsure(pairs)
         counted = self._counted_on(pairs) if self.asks and self.flow.trains else []
-        for new, old in (*self._unsure(pairs), *counted):
-            known = self._named(other for _, other in pairs if other.place != old.place)
+        asked = {old.place for _, old in (*unsure, *counted)}
+        for new, old in (*unsure, *counted):
+            known = self._named(other for _, other in pairs if other.place not in asked)
             name = old.variables[0].name if len(old.variables) == 1 else self.names[old.place]
+            others = [self.names[place] for place in sorted(asked - {old.place})]
+            say = f"carried={[*known, name]} if it is the next value, carried={known} if it is a result."
+            if others:
+                say = (
+                    f"carried={known}, and those that are next values of {name!r} and "
+                    f"{' and '.join(map(repr, others))}, of which the same is true, as {[*known, name]}."
+                )
             raise ArgumentError(
                 f"{self.title} returns {_types(new)} as its result number {new.place + 1}, which the forward "
                 f"pass makes of its argument {name!r} and which is built as that is. Nothing shows whether "
                 "it is the next value, as the hidden state of a recurrent network is, or a result, as a "
-                "reconstruction of the batch is. Say what is carried on from step to step: "
-                f"carried={[*known, name]} if it is the next value, carried={known} if it is a result."
+                f"reconstruction of the batch is. Say what is carried on from step to step: {say}"
             )
 
     def _expect_same_types(self, pairs: Sequence[Pair]) -> None:
