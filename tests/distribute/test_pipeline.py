@@ -337,6 +337,34 @@ def test_micro_batches_divide_by_what_counts_in_the_whole_batch():
             np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("stages", "schedule", "optimizer"),
+    [(2, "gpipe", ow.SGD(0.1)), (4, "1f1b", CLIPPED), (4, "zero_bubble", ow.SGD(0.1)), (2, "1f1b", CLIPPED)],
+)
+def test_a_loss_by_mask_is_recomputed_in_stages(stages: int, schedule: str, optimizer: Any):
+    """What divides it is of the whole batch: micro-batches have it, and none makes it again."""
+
+    def loss(params: Any, x: Any) -> Any:
+        mask = x[:, 0] > 0
+        for i, w in enumerate(params):
+            with jax.named_scope(f"layer_{i}"):
+                x = x + jnp.tanh(jnp.sin(x @ w) * 2)
+        return jnp.sum(mask * jnp.sum(x**2, 1)) / jnp.sum(mask)
+
+    params = [*MLP, *MLP[:2]]
+    with jax.enable_x64(True):
+        program = optimizer.minimize(loss, params, X)
+        recomputed = ow.recompute(program, scopes="layer_*")
+        cut = ow.pipeline(recomputed, stages, 6, schedule)
+        made = [v.name for part in cut.parts.values() for op in part.ops for v in op.outputs]
+        assert {f"again(layer_{i}/sin)" for i in range(5)} <= {*made}
+        assert not [name for name in made if "whole" in name]
+        ways = program, ow.accumulate(recomputed, 6), cut
+        plain, one, piped = (trained(ow.compile(way, options=QUICK), params, X, 2)[0] for way in ways)
+        expect_equal(piped, one, rtol=0, atol=1e-12)
+        expect_equal(piped, plain, rtol=1e-6, atol=1e-9)
+
+
 def test_what_micro_batches_hand_on_is_made_ahead_and_examples_are_weighed():
     """Random keys; a count of steps that both stages read after it has grown; a batch that is filled up."""
 

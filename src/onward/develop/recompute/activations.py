@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from functools import cached_property
 
 from onward.core.cost import cost, size
-from onward.core.marks import STACK
+from onward.core.marks import OF_WHOLE_BATCH, STACK
 from onward.core.program import Op, Program, Variable
 from onward.core.words import Pass
 from onward.develop.recompute.min_cut import Task
@@ -49,10 +49,14 @@ class Activations:
         return found
 
     def _fixed(self) -> set[Variable]:
-        """The values that depend on nothing, and those never computed twice: of effects and collectives."""
+        """The values that depend on nothing, and those never computed twice: of effects and collectives.
+
+        And statistics of the whole batch, which micro-batches are fed: all that makes one runs before them,
+        and where it is made again, that takes in a part of the backward pass.
+        """
         found = set(self.program.constants)
         for op in self.forward:
-            if found.issuperset(op.inputs) or not may_run_again(op) or op.type is STACK:
+            if found.issuperset(op.inputs) or not may_run_again(op) or op.type in (STACK, OF_WHOLE_BATCH):
                 found.update(op.outputs)
         return found
 
