@@ -184,6 +184,51 @@ def test_state_that_several_stages_read_and_make(name: str):
             np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-9)
 
 
+def normalized(p: Any, s: Any, x: Any) -> Any:
+    """By statistics of the batch, which the state follows."""
+    h = x @ p["first"]
+    var = h.var(0, keepdims=True)
+    h = (h - h.mean(0)) / jnp.sqrt(var + 0.1)
+    return jnp.mean((h @ p["last"]) ** 2), {"var": 0.9 * s["var"] + 0.1 * var[0]}
+
+
+def recalling(p: Any, s: Any, x: Any) -> Any:
+    """What the batch before was about, which is read together with this one."""
+    about = jnp.tanh(s["about"] + (x @ p["first"]).mean(0))
+    return jnp.mean((about @ p["last"]) ** 2), {"about": about}
+
+
+def spread(p: Any, s: Any, x: Any) -> Any:
+    """A statistic that the loss never sees."""
+    h = jnp.tanh(x @ p["first"])
+    return jnp.mean((h @ p["last"]) ** 2), {"std": 0.9 * s["std"] + 0.1 * h.std(0)}
+
+
+@pytest.mark.parametrize(
+    ("loss", "state", "words"),
+    [
+        (normalized, "var", ", as batch norm does .* Take what normalizes each example by itself"),
+        (recalling, "about", r"their data\. .* Leave out that state, or take accumulate"),
+        (spread, "std", r"their data\. .* Leave out that state, or take accumulate"),
+    ],
+)
+def test_state_of_data_that_is_handed_on_is_refused_by_what_it_is(loss: Any, state: str, words: str):
+    params = {"first": weights(1)[0], "last": weights(1)[0]}
+    program = ow.SGD(0.1).minimize(loss, params, X, state={state: np.zeros(WIDE)})
+    with pytest.raises(ow.GraphError, match=f"hands 's/{state}' on .*{words}"):
+        ow.pipeline(program, 2, 3, is_sum=False)
+
+
+def test_delayed_scales_are_refused_by_their_name_and_current_ones_are_not():
+    program = ow.SGD(0.1).minimize(dropped, weights(2), X)
+    delayed = ow.mixed_precision(program, "float8", scaling="delayed")
+    with pytest.raises(
+        ow.GraphError, match=r'scales of float8 are delayed\. .*"float8", scaling="current"\)'
+    ):
+        ow.pipeline(delayed, 2, 3)
+    assert ow.pipeline(ow.mixed_precision(program, "float8", scaling="current"), 2, 3)
+
+
 def test_parameters_in_a_low_precision_are_kept_once_a_step():
     params = {"mask": RANDOM.normal(size=WIDE), "layers": weights(3)}
     program = ow.mixed_precision(ow.SGD(0.1).minimize(masked, params, X), "bfloat16")

@@ -51,6 +51,7 @@ OF_WHOLE_BATCH = Mark("of_whole_batch")  # a statistic of the data, for a micro-
 ONES = Mark("ones")  # the seed of a backward pass
 OWN_KEY = Mark("own_key")  # for random numbers of a device's own
 PART = Mark("part")  # of a parameter, on the device that updates it
+REMEMBER = Mark("remember")  # the largest values of a tensor in the last steps, for its scale in float8
 SCALE = Mark("scale")  # a sum over the examples of one device, to what it stands for
 SCALE_LOSS = Mark("scale_loss")
 SCHEDULE = Mark("schedule")

@@ -14,7 +14,7 @@ from onward.core.builder import Builder, op_of
 from onward.core.errors import GraphError, UnknownNameError
 from onward.core.jaxprs.body import Body, body_of
 from onward.core.jaxprs.tracing import current_axis
-from onward.core.marks import FLOAT8_PRODUCT
+from onward.core.marks import FLOAT8_PRODUCT, REMEMBER
 from onward.core.names import Names
 from onward.core.primitives.table import of
 from onward.core.primitives.traits import Work
@@ -107,7 +107,7 @@ class Float8Products:
             most = partial(lax.pmax, axis_name=axis.name)
             amax = self.added("all_max", most, [amax], f"all_max({amax.name})", reader, Pass.COLLECTIVE)
         past = self.builder.carry(f"largest_of({v.name})", lambda: jnp.zeros(self.history, jnp.float32))
-        after = self.added("remember", remembered, [amax, past], f"next({past.name})", reader)
+        after = self.added(REMEMBER, remembered, [amax, past], f"next({past.name})", reader)
         self.builder.follow({past: after})
         return past
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -18,9 +18,9 @@ from onward.core.meshes import axes_of, part_size
 from onward.core.names import Names
 from onward.core.partitioned import expect_fit
 from onward.core.program import Op, Partition, Program, Variable
-from onward.core.walk import ancestors
 from onward.core.words import Pass
 from onward.develop.accumulation.loop import LoopPlan, LoopResult
+from onward.distribute.pipeline.handed_on import expect_handed_on
 from onward.distribute.pipeline.lanes import Lanes
 from onward.distribute.pipeline.loops import StageLoops, loop_of, shared_out
 from onward.distribute.pipeline.once import ONCE, Place, Work, with_once
@@ -223,7 +223,7 @@ def loops_of(program: Program, accumulated: Program, stages: int, at: Sequence[s
         ArgumentError: the stages cannot share the turns of a loop over layers evenly.
     """
     whole = StageLoops(loop_of(accumulated))
-    _expect_handed_on(program, whole.loop)
+    expect_handed_on(program, whole.loop)
     return whole if at else shared_out(whole, stages)
 
 
@@ -349,19 +349,6 @@ def _ends(program: Program, placing: UpdatePlacing) -> dict[Variable, tuple[int,
     looped = {r.whole for r in (*loop.sums, *loop.joined)}
     ends = dict.fromkeys((*program.next_state.values(), *program.outputs))
     return {v: made.get(v, (0, placing.homes.get(v, 0))) for v in ends if v in made or v in looped}
-
-
-def _expect_handed_on(program: Program, loop: LoopPlan) -> None:
-    """Raise ``GraphError`` where what a micro-batch hands on to the next one waits for its data."""
-    waits: Collection[Variable] = {*loop.turn.inputs, *loop.turn.parameters}
-    for old, new, _ in loop.threaded:
-        if not ancestors(loop.turn, [new]).isdisjoint(waits):
-            raise GraphError(
-                f"pipeline: {program.name!r} hands {old.name!r} on from one micro-batch to the next, and "
-                "makes it of their data, as batch norm does with its statistics. The stages of a pipeline "
-                "work on several at once. Take what normalizes each example by itself (layer_norm, "
-                "group_norm), or accumulate(program, micro_batches) on one device."
-            )
 
 
 def _expect_divided(loops: StageLoops, how: Partition | None) -> None:

@@ -96,7 +96,8 @@ def pipeline(
             than 2; more devices a stage than divide a micro-batch; a Program over a mesh that has devices, or
             with ``data`` beside a mesh.
         GraphError: no update; a stage without parameters; statistics of a batch that are carried on (batch
-            norm); a Program that is replicated, accumulated, watched, guarded or offloaded.
+            norm, delayed scales of float8); a Program that is replicated, accumulated, watched, guarded or
+            offloaded.
         UnknownNameError: no op stands in a scope of ``at``.
         RecipeError: the Program was not traced, or its ops were changed by hand.
 
