@@ -283,10 +283,10 @@ def test_what_no_pipeline_can_be_made_of_is_refused_by_name(program: Program):
     refused = {
         "decides about a step as a whole": ow.guard(program),
         "check_finite of 'mlp' decides": ow.check_finite(program),
-        "watched of 'mlp' looks": ow.watch(program, ["*"]),
-        "replicated of 'mlp' lays it out over devices": ow.replicate(program, 2),
+        "watch of 'mlp' looks": ow.watch(program, ["*"]),
+        "replicate of 'mlp' lays it out over devices": ow.replicate(program, 2),
         "say micro_batches=": ow.accumulate(program, 2),
-        "Take bfloat16": ow.mixed_precision(program, "float16"),
+        "mixed_precision of .* Take bfloat16": ow.mixed_precision(program, "float16"),
         "has no update": ow.append_backward(forward),
         "prints or calls back": ow.SGD(0.1).minimize(printing, MLP, X),
         "as batch norm does": ow.SGD(0.1).minimize(normalized, MLP[:2], X),

@@ -19,7 +19,31 @@ from onward.core.jaxprs.equations import Type
 from onward.core.placement import whole_shape
 from onward.core.program import Applied, Program, Recipe, Variable
 
+_CALLED = {
+    "accumulated": "accumulate",
+    "adapted": "low_rank",
+    "adjust_scale": "mixed_precision",
+    "chunked": "chunk",
+    "constrained": "partition",
+    "fused_attention": "fuse_attention",
+    "keeping": "recompute",
+    "keeping_in_loops": "recompute",
+    "lowered": "mixed_precision",
+    "partitioned": "partition",
+    "replicated": "replicate",
+    "rewritten": "rewrite",
+    "rolled": "roll",
+    "rolled_in_stages": "roll",
+    "scale_loss": "mixed_precision",
+    "watched": "watch",
+}
 _replays: ContextVar[bool] = ContextVar("replays", default=False)
+
+
+def called(step: Applied) -> str:
+    """The name by which a person asks for a transform."""
+    name = step.function.__name__
+    return _CALLED.get(name, name.strip("_"))
 
 
 def build(recipe: Recipe, data: tuple[Any, ...]) -> Program:

@@ -18,12 +18,13 @@ from onward.core.marks import ACCUMULATE
 from onward.core.partitioned import partitioned
 from onward.core.placement import expect_no_axis
 from onward.core.program import Partition, Phase, Program, Recipe
-from onward.core.recipe import build, recipe_of, whole_types
+from onward.core.recipe import build, called, recipe_of, whole_types
 from onward.core.structure import expect_count
 from onward.core.walk import Where, listed
 from onward.core.words import Pass
 from onward.develop.accumulation.accumulate import accumulate
 from onward.develop.batch import WEIGHT, batch_names
+from onward.develop.mixed.loss_scale import adjust_scale
 from onward.distribute.partition import constrained
 from onward.distribute.pipeline.cut import Pipeline, cut, homes_of, loops_of
 from onward.distribute.pipeline.lanes import Lanes, in_lane, lanes_of
@@ -32,16 +33,17 @@ from onward.distribute.pipeline.rolled import is_rolled, rolled_within, without_
 from onward.distribute.pipeline.schedule import schedule_of
 
 _REFUSED = {
-    Phase.KEEP: "says what loops of layers keep, and those of stages are others. Leave it out",
+    Phase.KEEP: (
+        "chose what the loops of layers keep that roll made, and those of stages are others. Leave roll out: "
+        "pipeline(recompute(program, budget), stages, micro_batches)"
+    ),
     Phase.LOOK: "looks at values of a whole step, which stages compute apart. Leave it out",
     Phase.DEVICES: "lays it out over devices already. Leave it out, and say data= for more devices a stage",
     Phase.MICRO_BATCHES: "takes its batch in parts already. Leave it out, and say micro_batches=",
     Phase.STEP: "decides about a step as a whole, of which each stage sees a part. Leave it out",
     Phase.MEMORY: "keeps state in host memory, where stages do not look for it. Leave it out",
 }
-_BY_NAME = {
-    "adjust_scale": "scales the loss of float16, and leaves out steps as a whole. Take bfloat16",
-}
+_SCALED = "scales the loss of float16, and leaves out steps as a whole. Take bfloat16"
 
 
 def pipeline(
@@ -204,9 +206,9 @@ def _expect_fit(program: Program, recipe: Recipe) -> None:
     for step in recipe.steps:
         if step.phase is Phase.KEEP and not is_rolled(program):
             continue  # of the user's own loops, which keep the same in stages
-        name = step.function.__name__.strip("_")
-        if (why := _BY_NAME.get(name, _REFUSED.get(step.phase))) is not None:
-            raise GraphError(f"pipeline: {name} of {program.name!r} {why}.")
+        why = _SCALED if step.function is adjust_scale else _REFUSED.get(step.phase)
+        if why is not None:
+            raise GraphError(f"pipeline: {called(step)} of {program.name!r} {why}.")
     given = () if program.signature is None else program.signature.parameters.variables
     if held := [v.name for v in given if v not in program.state]:
         raise GraphError(

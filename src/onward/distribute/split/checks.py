@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from onward.core.errors import GraphError, UnknownNameError
 from onward.core.marks import Mark
 from onward.core.program import Op, Program, Recipe, Variable
+from onward.core.recipe import called
 from onward.core.walk import Where, ancestors, listed, select
 from onward.core.words import UpdateType
 from onward.derive.backward import append_backward
@@ -174,8 +175,8 @@ def optimizer_before_guards(program: Program, recipe: Recipe) -> OptimizerRule:
             "takes one of optax."
         )
     places = [i for i, step in enumerate(recipe.steps) if step.function is append_update]
-    steps = [step.function for step in recipe.steps[max(places, default=-1) + 1 :]]
-    after = [function.__name__.strip("_") for function in steps if function not in GUARDS]
+    steps = recipe.steps[max(places, default=-1) + 1 :]
+    after = [called(step) for step in steps if step.function not in GUARDS]
     if len(places) != 1 or after:
         what = f"{', '.join(after)} after its update" if len(places) == 1 else f"{len(places)} updates"
         raise GraphError(

@@ -12,6 +12,7 @@ from itertools import groupby
 from typing import Any
 
 from onward.core.program import Op, Program, Variable
+from onward.core.recipe import called
 from onward.core.show import sentence, short_type
 from onward.core.words import Pass
 from onward.explain.diff.changes import Changes
@@ -19,15 +20,6 @@ from onward.explain.diff.compare import Fact, Pair
 
 _FEW = 4
 _KINDS = 10
-_CALLED = {
-    "accumulated": "accumulate",
-    "keeping": "recompute",
-    "keeping_in_loops": "recompute",
-    "lowered": "mixed_precision",
-    "replicated": "replicate",
-    "rolled": "roll",
-    "watched": "watch",
-}
 _FIRST = ("devices", "feed", "parameter", "state", "constant", "begins")
 
 
@@ -71,9 +63,9 @@ def _title(found: Changes) -> str:
     """The transforms that the second has beyond the first, or the names of both."""
     a, b = found.before.recipe, found.after.recipe
     if a is not None and b is not None and a.origin is b.origin:
-        old, new = (Counter(step.function.__name__ for step in recipe.steps) for recipe in (a, b))
+        old, new = (Counter(map(called, recipe.steps)) for recipe in (a, b))
         if new > old:
-            return ", ".join(dict.fromkeys(_CALLED.get(name, name.strip("_")) for name in new - old))
+            return ", ".join(new - old)
     return f"{found.before.name} -> {found.after.name}"
 
 
