@@ -131,5 +131,5 @@ class Executables:
         unread = [v.name for s in self.feeds.structures for v in s.variables if v not in self.feeds.inputs]
         note = f" (What is not fed was taken to follow the batch: {', '.join(unread)}.)" if unread else ""
         return (
-            f"{self.program.name}: {', '.join(wrong)}, and the function does not accept this: {reason}{note}"
+            f"{self.program.name}: {', '.join(wrong)}, and the Program cannot be built for it: {reason}{note}"
         )
