@@ -291,7 +291,7 @@ def test_wrong_arguments(program: Program, tensor: Program, tmp_path: Any) -> No
         (lambda: ow.partition(tensor, MESH, {}), ow.GraphError, "partitioned already"),
         (lambda: ow.partition(ow.replicate(program, 2), MESH, {}), ow.GraphError, "replicated already"),
         (lambda: ow.replicate(tensor, 2), ow.GraphError, "batch='data'"),
-        (lambda: ow.split(tensor, 2), ow.GraphError, "partitioned"),
+        (lambda: ow.split(tensor, 2), ow.GraphError, "has partition after its update"),
         (lambda: ow.compile(tensor, cores=2), ow.GraphError, "leave out cores="),
         (
             lambda: ow.compile(split({"m": 16}, {"w*": "m"})()),
