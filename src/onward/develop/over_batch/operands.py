@@ -231,7 +231,7 @@ def place_from_end(op: Op, made: Mapping[Variable, Op]) -> Variable | None:
         return None
     which, index, place = _read(op)
     asking, adding = made.get(which), made.get(place)
-    if asking is None or adding is None or (asking.type, adding.type) != ("lt", "add"):
+    if asking is None or adding is None or asking.type != "lt" or adding.type != "add":
         return None
     return place if _read(asking) == [index, "0"] and _read(adding)[0] == index else None
 
