@@ -111,10 +111,43 @@ def test_a_helper_of_a_helper_is_read_too():
         "\n\n# moved\ndef net(w, x):\n    return jnp.tanh(x @ w)",
         "traces = 7",  # which the function counts itself
         "other = scale",
+        "def net(w, x):\n    shape = x.shape\n    return jnp.tanh(x @ w)",
+        "print = scale",  # which was Python's own
+        "class Layer:\n    def plot(self):\n        pass\n    __call__ = lambda self, w, x: jnp.tanh(x @ w)",
     ],
 )
-def test_what_does_the_same_wherever_it_stands_is_as_it_was(change):
-    assert told(change) == []
+def test_what_computes_the_same_is_as_it_was(change):
+    assert told(change, "(print, layer, net)[2]") == []
+
+
+def test_a_number_that_nothing_is_computed_of_is_as_it_was():
+    variables = run("scale = 1.0\n" + FIRST.replace("NET", "net").replace("scale *", "0 *"), {})
+    run(
+        "def step(p, x, y):\n    g = jax.grad(loss)(p, x, y)\n    scale\n    return {'w': p['w'] - g['w']}",
+        variables,
+    )
+    program = ow.adopt(variables["step"], PARAMS, X, Y)
+    run("scale = 5.0", variables)
+    rebuilt(program, (X[:4], Y[:4]))
+    run("def step(p, x, y):\n    return p", variables)  # another step, which nobody adopted
+    rebuilt(program, (X[:3], Y[:3]))
+
+
+def test_a_default_is_read_and_an_object_with_any_attribute_is_not():
+    class Any:
+        def __getattr__(self, name):
+            return self
+
+        def __call__(self, x):
+            return x
+
+    any_attribute = Any()
+    variables = run("def scaled(x, by=2.0):\n    return by * x", {"any_attribute": any_attribute})
+    run("def loss(w, x):\n    return (any_attribute(w) * scaled(x)).sum()", variables)
+    around = Around(variables["loss"])
+    assert around.changed() == ""
+    run("def scaled(x, by=3.0):\n    return by * x", variables)
+    assert around.changed().startswith("scaled, which was that of <cell>:1")
 
 
 def test_a_trace_that_is_there_is_not_looked_at():

@@ -2,7 +2,8 @@
 
 A function is traced again for data of another length, for a test and for a part of the batch. JAX would take
 what stands around it by then, such as a helper from a cell of a notebook that was run again, and the Programs
-of one model would be those of two.
+of one model would be those of two. Where something has changed, the function is traced once more for data of
+before: it matters if that is another computation now.
 
 >>> import jax.numpy as jnp
 >>> scale = 2.0
@@ -18,12 +19,15 @@ from __future__ import annotations
 
 import dis
 import inspect
+import operator
 import warnings
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from functools import lru_cache, partial
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+from onward.core.keys import key_of
+from onward.core.program import Op, Program
 from onward.core.source import is_of_user, named, user_level
 
 _READS = {"LOAD_GLOBAL": "global", "LOAD_DEREF": "closed"}
@@ -46,9 +50,14 @@ class Around:
         places = (place for place in now if place in before and before[place][0] != now[place][0])
         return next((f"{p[-1]}, which was {before[p][1]} and is {now[p][1]}" for p in places), "")
 
-    def warn(self, name: str) -> None:
-        """Warn that a function is traced again though what it reads has changed; once for each change."""
-        if found := self.changed():
+    def warn(self, name: str, is_same: Callable[[], bool]) -> None:
+        """Warn that a function is traced again though what it reads has changed; once for each change.
+
+        Args:
+            name: that of the function.
+            is_same: whether it computes the same as before, found by a trace.
+        """
+        if (found := self.changed()) and not is_same():
             warnings.warn(_CHANGED.format(name=name, found=found), stacklevel=user_level())
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -60,6 +69,18 @@ _CHANGED = (
     "This Program is of another function than those before it. Trace {name} again, or call minimize again, "
     "so that all of them are of one; give it a number that changes as an argument."
 )
+
+
+def compute_the_same(program: Program, other: Program) -> bool:
+    """Whether two Programs have the same computations, numbers and names, op for op."""
+    constants = ([(v.name, key_of(x)) for v, x in p.constants.items()] for p in (program, other))
+    is_as_long = len(program.ops) == len(other.ops)
+    return is_as_long and operator.eq(*constants) and all(map(_are_alike, program.ops, other.ops))
+
+
+def _are_alike(op: Op, other: Op) -> bool:
+    named, theirs = (([v.name for v in o.inputs], [v.name for v in o.outputs]) for o in (op, other))
+    return op.type == other.type and named == theirs and op.body.signature == other.body.signature
 
 
 def _seen(function: Any) -> dict[tuple[str, str], tuple[Hashable, str]]:
@@ -76,7 +97,7 @@ def _seen(function: Any) -> dict[tuple[str, str], tuple[Hashable, str]]:
                 if name not in _assigned(reader.__code__):
                     found[reader.__qualname__, name] = (type(value), repr(value)), repr(value)
             elif inner := functions_of(value):
-                does = tuple(_does(f.__code__) for f in inner)
+                does = tuple(map(_key_of, inner))
                 found[reader.__qualname__, name] = does, _place(inner[0].__code__)
                 waiting += inner
     return found
@@ -90,8 +111,8 @@ def functions_of(value: Any) -> list[FunctionType]:
         return functions_of(value.func)
     if isinstance(value, MethodType):
         return [*functions_of(value.__func__), *functions_of(type(value.__self__))]
-    if (inner := getattr(value, "__wrapped__", None)) is not None:  # a jitted function
-        return functions_of(inner)
+    if inspect.getattr_static(value, "__wrapped__", None) is not None:  # a jitted function
+        return functions_of(value.__wrapped__)
     home = value if isinstance(value, type) else type(value)
     held = [value] if isinstance(value, FunctionType) else map(_unwrapped, vars(home).values())
     return [f for f in held if isinstance(f, FunctionType) and _is_of_user(f.__code__.co_filename)]
@@ -117,7 +138,9 @@ def read_around(function: FunctionType) -> Iterator[tuple[str, Any]]:
     closed = {name: x.cell_contents for name, x in cells if x != CellType()}  # an empty one is assigned later
     around = {"global": function.__globals__, "closed": closed}
     for where, (name, *attributes) in _places(function.__code__):
-        value = around[where].get(name)
+        if name not in around[where]:  # of Python itself, or without a value yet
+            continue
+        value = around[where][name]
         yield name, value
         for attribute in attributes:
             if not isinstance(value, ModuleType):
@@ -158,6 +181,12 @@ def _assigned(code: CodeType) -> set[str]:
     """The variables around a function that it assigns itself, as one that counts its calls does."""
     within = (at for inner in codes_within(code) for at in dis.get_instructions(inner))
     return {at.argval for at in within if at.opname in ("STORE_GLOBAL", "STORE_DEREF")}
+
+
+def _key_of(function: FunctionType) -> Hashable:
+    """Equal for functions that do the same, but for the variables around them and defaults of containers."""
+    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    return _does(function.__code__), tuple(repr(x) if isinstance(x, _NUMBERS) else "" for x in defaults)
 
 
 @lru_cache(maxsize=4096)

@@ -33,6 +33,13 @@ class Traces:
         self.keep(key, known)
         return known
 
+    def among(self, fits: Callable[[tuple[Any, ...]], bool]) -> Any:
+        """A trace under JAX's settings of now whose key fits; None if there is none."""
+        now = settings_now()
+        with self._lock:
+            known = [(key[:-1], made) for key, made in self._known.items() if key[-1] == now]
+        return next((made for key, made in known if fits(key)), None)
+
     def keep(self, key: tuple[Any, ...], made: Any) -> None:
         """Let this be found by the key; what nobody asked for longest is let go."""
         now = (*key, settings_now())

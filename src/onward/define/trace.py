@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from onward.core.around import Around
+from onward.core.around import Around, compute_the_same
 from onward.core.check import check
 from onward.core.errors import ArgumentError, OnwardError, TraceError, nearest
 from onward.core.jaxprs.tracing import along, current_axis, traced
@@ -188,8 +188,20 @@ class _TracedFunction:
         return self.training, kinds, tuple(self.feed.items()), current_axis()
 
     def _program(self) -> Program:
+        self.around.warn(self.name, self._is_as_before)
+        made, origin = self._traced_program()
+        self.traces.keep((*origin._lengths(), None), made)
+        return made
+
+    def _is_as_before(self) -> bool:
+        """Whether the function computes the same as before, of data that it was traced for."""
+        axis = current_axis()
+        before = self.traces.among(lambda key: key[3] == axis)
+        return before is not None and compute_the_same(before, before.recipe.origin._traced_program()[0])
+
+    def _traced_program(self) -> tuple[Program, _TracedFunction]:
+        """The forward Program, and the function as its recipe has it."""
         arguments = [s for s in (self.parameters, self.state, *self.data) if s is not None]
-        self.around.warn(self.name)
         alone = None if self.axis_name is None or current_axis() else Replicas(1, self.axis_name)
         with nullcontext() if alone is None else along(alone):
             found = self.traced(arguments)
@@ -204,9 +216,7 @@ class _TracedFunction:
             fixed_data=frozenset(context.fixed),
             makers=context.makers,
         )
-        made = check(replace(program, recipe=Recipe(origin, program.ops), replicas=alone))
-        self.traces.keep((*origin._lengths(), None), made)
-        return made
+        return check(replace(program, recipe=Recipe(origin, program.ops), replicas=alone)), origin
 
     def traced(self, arguments: Sequence[Specification]) -> Traced:
         """The traced jaxpr, and what the function returned and declared."""
