@@ -507,6 +507,28 @@ def test_slices_from_the_end_and_namedtuples(tmp_path):
     assert ow.Evaluator(found).forward(x[:, :4]).value._fields == ("mean", "last")
 
 
+def test_a_length_that_python_counts_is_told(tmp_path):
+    x, w = np.ones((8, 3), "float32"), np.ones((3, 1), "float32")
+    model = ow.Model(ow.trace(lambda w, x: jnp.sum(x @ w) / len(x), w, x), w)
+    with pytest.warns(UserWarning, match=r"batches of 8 or 1.* Write x\.shape\[0\] in place of len\(x\)"):
+        ow.save(model, tmp_path / "m")
+
+
+def test_a_raw_key_before_the_examples_is_no_batch(tmp_path):
+    def loss(w, key, x):
+        return jnp.mean(jnp.square(x @ w + jax.random.normal(key, (x.shape[0], 1))))
+
+    x, w, key = np.ones((8, 3), "float32"), np.ones((3, 1), "float32"), jax.random.PRNGKey(0)
+    step = ow.compile(ow.SGD(0.1).minimize(loss, w, key, x))
+    state = step.init(w)
+    ow.save(step, tmp_path / "m", state)
+    found, kept = ow.load_step(tmp_path / "m")
+    for rows in (8, 3):
+        state, expected = step(state, key, x[:rows])
+        kept, out = found(kept, key, x[:rows])
+        np.testing.assert_allclose(out.loss, expected.loss, 1e-6)
+
+
 def test_a_namedtuple_is_known_by_its_name_and_fields(tmp_path):
     """The class of a file is another one, as that of a cell of a notebook which was run again."""
 

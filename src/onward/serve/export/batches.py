@@ -19,6 +19,7 @@ from onward.core.errors import ArgumentError, OnwardError
 from onward.core.program import Program, Variable
 from onward.core.source import user_level
 from onward.core.structure import Static
+from onward.develop.batch import WEIGHT, batch_names
 from onward.execute.feeds import data_names
 from onward.serve.export.agreement import expect_same
 from onward.serve.export.executable import exported
@@ -27,6 +28,8 @@ from onward.serve.export.writing import Writing
 
 BATCH = "b"
 Shapes = Mapping[str, Sequence[int | str]]
+
+_NO_LEN = "... Write x.shape[0] in place of len(x), which Python lets be nothing but a number."
 
 # Raised by what cannot be computed for a length that is only a name, in the person's function or in ours.
 _NOT_ANY = (OnwardError, ValueError, TypeError, NotImplementedError, InconclusiveDimensionOperation)
@@ -64,7 +67,8 @@ def _lengths(batch: Any) -> list[int]:
 
 
 def _warn(program: Program, lengths: list[int], error: Exception) -> None:
-    said = " ".join(str(error).split())[:300]
+    said = " ".join(str(error).split())
+    said = said[:300] + (_NO_LEN if "cannot be interpreted as an integer" in said else "")
     warnings.warn(
         f"{program.name!r} cannot be exported for a batch of any length; the file takes batches of "
         f"{' or '.join(map(str, lengths))}. save(..., batch=(1, 8, 64)) chooses. The reason: {said}",
@@ -161,9 +165,8 @@ def _checked(v: Variable, shape: tuple[int | str, ...]) -> tuple[int | str, ...]
 
 def _batch_length(program: Program) -> int | None:
     """How long the batch was when the Program was traced."""
-    fixed = fixed_data(program)
-    lengths = (v.shape[0] for v in program.inputs if v.shape and v.name not in fixed and v.size)
-    return next(lengths, None)
+    names = batch_names(program, (), WEIGHT, fixed_data(program))
+    return next((v.shape[0] for v in program.inputs if v.name in names and v.size), None)
 
 
 def fixed_data(program: Program) -> frozenset[str]:
