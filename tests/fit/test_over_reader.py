@@ -337,8 +337,34 @@ def test_graphs_of_several_sizes_beside_examples():
     x, graphs = np.arange(8, dtype="float32"), [np.ones((n, n), "float32") for n in (6, 9, 3)]
     model = ow.Model(ow.trace(network, np.float32(1), x, graphs[0], has_aux=True), np.float32(1))
     with pytest.warns(UserWarning, match="'graph' has another shape in another batch"):
-        found = ow.Evaluator(model).test([(x, graph) for graph in graphs])
+        found = ow.Evaluator(model).test([(np.roll(x, i), graph) for i, graph in enumerate(graphs)])
     assert found == {"loss": 4.5, "aux": 84}
+
+
+BEFORE = {
+    "a sum": lambda table, x: jnp.sum(x) + jnp.mean(table),
+    "a median": lambda table, x: jnp.median(x) + jnp.sum(table),
+    "the largest": lambda table, x: jnp.max(x) * jnp.mean(table),
+    "a quotient": lambda table, x: jnp.sum(x * x) / jnp.sum(jnp.abs(x)) + jnp.sum(table),
+}
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["a table", "weights and a table"])
+@pytest.mark.parametrize("of", BEFORE.values(), ids=BEFORE)
+def test_a_table_before_the_examples_is_not_taken_for_them_in_silence(of, several):
+    """It is the same in all batches, and what comes behind it is not: the mean over batches, and a word."""
+
+    def network(w, *data):
+        return of(w * data[-2], data[-1]) + (jnp.sum(data[0]) if several else 0.0)
+
+    x, table, weights = np.arange(12, dtype="float32"), np.ones((7, 3), "float32"), np.ones(5, "float32")
+    before = (weights, table) if several else (table,)
+    model = ow.Model(ow.trace(network, np.float32(1), *before, x[:6]), np.float32(1))
+    batches = [(*before, x[:6]), (*before, x[6:])]
+    each = [float(network(np.float32(1), *batch)) for batch in batches]
+    with pytest.warns(UserWarning, match="'loss' of a reader cannot be told from that of each batch"):
+        found = ow.Evaluator(model).test(batches)
+    assert found["loss"] == pytest.approx(np.mean(each), rel=1e-6)
 
 
 def test_a_key_or_a_table_of_each_batch_is_not_warned_of():

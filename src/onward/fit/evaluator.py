@@ -135,7 +135,7 @@ class Evaluator(NotPickled, Pointing):
 
         Warns:
             UserWarning: a number that no batch tells its part of, such as a median: the mean is given; or
-                data that is not as long as the first array, and differs from batch to batch.
+                data that is not as long as that of the examples, and differs from batch to batch.
 
         Example:
             >>> import jax.numpy as jnp, numpy as np, onward as ow

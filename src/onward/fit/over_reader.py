@@ -20,6 +20,7 @@ from onward.develop.over_batch.known import Follows, How
 from onward.execute.feeds import data_names
 from onward.execute.state import State
 
+_STILL = 2  # in place of 1, for data of one length
 _EXTREMES: Mapping[How, Callable[..., Any]] = {How.MOST: np.max, How.LEAST: np.min}
 
 
@@ -196,7 +197,8 @@ class ReaderNumbers:
         """All of it in one row of float64, as long in each process."""
         self._settle()
         unlike = [self._places.index(self._unlike.get(v, "")) for v in self.parts.computed]
-        counts = [self.rows, self.batches, self.other, self._whole.is_cut]
+        is_other = _STILL if self._whole.stands_still else self._whole.is_cut
+        counts = [self.rows, self.batches, self.other, is_other]
         values = (counts, list(self.plain.values()), unlike, *map(np.ravel, self.total.values()))
         return np.concatenate([np.asarray(x, np.float64) for x in values])
 
@@ -232,7 +234,8 @@ class ReaderNumbers:
         """Note the results of which all processes have means alone, given the data that is another shape."""
         parts = self.parts
         if is_one_length:
-            self.apart = dict.fromkeys(parts.results, _other_data(parts))
+            why = _standing(parts) if is_one_length == _STILL else _other_data(parts)
+            self.apart = dict.fromkeys(parts.results, why)
         elif several:
             of = {v: self._places[int(x)] for v, x in zip(parts.computed, unlike, strict=True)}
             found = ((name, of[v]) for name, v in parts.results.items() if of.get(v))
@@ -278,6 +281,7 @@ class _WholeData:
         self._reader = reader
         self._first: dict[str, Any] = {}
         self._differing: dict[str, None] = {}
+        self._moves = self._others_move = False
 
     def look(self, fed: Mapping[str, Any]) -> None:
         """Note what of a batch is another one than before."""
@@ -286,14 +290,24 @@ class _WholeData:
             return
         known, (leader, *_) = parts.part.variables, parts.split
         for name, x in self._reader.arrays(fed):
-            if name in parts.split or name not in known or known[name].may_be_key or not np.ndim(x):
+            held = name in parts.split
+            if name not in known or known[name].may_be_key or not np.ndim(x) or (held and self._moves):
                 continue
-            if not (name in parts.by_chance or np.shape(x)[0] in known[leader].shape[1:]):
+            if _is_same(self._first.setdefault(name, x), x, known[name].is_float):
                 continue
-            first = self._first.setdefault(name, x)
-            if first is not x and not np.array_equal(first, x, equal_nan=known[name].is_float):
+            if held:
+                self._moves = True
+                self._first = {n: first for n, first in self._first.items() if n not in parts.split}
+                continue
+            self._others_move = True
+            if name in parts.by_chance or np.shape(x)[0] in known[leader].shape[1:]:
                 self.is_cut |= name in parts.by_chance
                 self._differing[name] = None
+
+    @property
+    def stands_still(self) -> bool:
+        """Whether what is taken for the examples is the same in all batches, and other data is not."""
+        return self._others_move and not self._moves
 
     def warnings(self) -> Iterator[str]:
         """In words, what differs and is not as long as the batch."""
@@ -307,10 +321,22 @@ class _WholeData:
             )
 
 
+def _is_same(x: Any, other: Any, is_float: bool) -> bool:
+    """Whether two arrays have the same numbers, where this process can see them."""
+    if x is other or not all(getattr(a, "is_fully_addressable", True) for a in (x, other)):
+        return x is other
+    return np.array_equal(x, other, equal_nan=is_float)
+
+
 def _nothing(v: Variable, follows: Follows) -> Any:
     """The value of no examples."""
     least = {How.MOST: -np.inf, How.LEAST: np.inf}
     return np.full(v.shape, least.get(follows.kind, 0.0))
+
+
+def _standing(parts: FromParts) -> str:
+    held = " and ".join(map(repr, parts.split))
+    return f"{held}, taken for the examples, is the same in all batches, and other data is not"
 
 
 def _other_data(parts: FromParts) -> str:

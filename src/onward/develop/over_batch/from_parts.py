@@ -197,9 +197,11 @@ def from_parts(program: Program, results: Results) -> FromParts:
     first = _of_two(program, results, split, found)
     if not first.apart:
         return first
-    others = ((names, two) for names in _behind_the_first(program) if (two := _two_lengths(program, names)))
-    told = (_of_two(program, results, split, [one]) for one in others)
-    return next((parts for parts in told if not parts.apart), first)
+    names = _behind_the_first(program)
+    if not names or (two := _two_lengths(program, names)) is None:
+        return first
+    second = _of_two(program, results, split, [(names, two)])
+    return first if second.apart else second
 
 
 def _of_two(
@@ -220,15 +222,15 @@ def _of_two(
     return FromParts(part, rows, told, results(part), whole, following, by_chance=by_chance)
 
 
-def _behind_the_first(program: Program) -> tuple[tuple[str, ...], ...]:
-    """The data that may hold the examples where the first does not, such as the weights of classes."""
+def _behind_the_first(program: Program) -> tuple[str, ...]:
+    """All data behind the first, such as the weights of classes, if it is as long: it may be the examples."""
     assert program.recipe is not None
     fixed = program.recipe.origin.fixed_data
-    first = next((v for v in program.inputs if v.shape and v.name not in fixed), None)
-    if first is None or first.name == WEIGHT:
+    arrays = [v for v in program.inputs if v.shape and v.name not in fixed]
+    if not arrays or arrays[0].name == WEIGHT:
         return ()
-    names = batch_names(program, [first], WEIGHT, fixed)
-    return (names,) if names else ()
+    names = batch_names(program, arrays[:1], WEIGHT, fixed)
+    return names if all(v.name in names or v.may_be_key for v in arrays[1:]) else ()
 
 
 def one_length(program: Program, split: Sequence[str]) -> str:
