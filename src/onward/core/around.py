@@ -21,23 +21,28 @@ import dis
 import inspect
 import operator
 import warnings
-from collections.abc import Callable, Hashable, Iterator
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import suppress
 from functools import lru_cache, partial
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from onward.core.keys import key_of
 from onward.core.program import Op, Program
 from onward.core.source import is_of_user, named, user_level
 
 _READS = {"LOAD_GLOBAL": "global", "LOAD_DEREF": "closed"}
-_NUMBERS = (bool, int, float, str, type(None))
+# How a method is called depends on whether a module is imported in the same cell.
+_SKIPPED = ("PUSH_NULL", "EXTENDED_ARG")
+_PLAIN = (bool, int, float, str, type(None))
 
 
 class Around:
     """The variables that a function, and the functions of the user that it calls, read when it was traced.
 
-    Only functions, classes and plain numbers are looked at. In another process nothing is known of them.
+    Functions, classes and plain values are looked at; not what lies in containers and attributes, or rules
+    of ``custom_vjp``. In another process nothing is known of them.
     """
 
     def __init__(self, function: Any = None) -> None:
@@ -47,17 +52,20 @@ class Around:
         """The first variable that is another one now, in words; empty if none is."""
         now = _seen(self._function)
         before, self._before = self._before, now
-        places = (place for place in now if place in before and before[place][0] != now[place][0])
-        return next((f"{p[-1]}, which was {before[p][1]} and is {now[p][1]}" for p in places), "")
+        places = (place for place in now if place in before and before[place].does != now[place].does)
+        return next((f"{p[-1]}, which was {before[p].words} and is {now[p].words}" for p in places), "")
 
     def warn(self, name: str, is_same: Callable[[], bool]) -> None:
         """Warn that a function is traced again though what it reads has changed; once for each change.
 
         Args:
             name: that of the function.
-            is_same: whether it computes the same as before, found by a trace.
+            is_same: whether it computes the same as before, found by a trace; one that fails is another.
         """
-        if (found := self.changed()) and not is_same():
+        if found := self.changed():
+            with suppress(Exception):
+                if is_same():
+                    return
             warnings.warn(_CHANGED.format(name=name, found=found), stacklevel=user_level())
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -83,44 +91,71 @@ def _are_alike(op: Op, other: Op) -> bool:
     return op.type == other.type and named == theirs and op.body.signature == other.body.signature
 
 
-def _seen(function: Any) -> dict[tuple[str, str], tuple[Hashable, str]]:
-    """For each variable that is read, by function and name, what it does, and the same in words."""
-    found: dict[tuple[str, str], tuple[Hashable, str]] = {}
-    waiting, known = functions_of(function), set[CodeType]()
-    while waiting:
-        reader = waiting.pop(0)
-        if reader.__code__ in known:
-            continue
-        known.add(reader.__code__)
-        for name, value in read_around(reader):
-            if isinstance(value, _NUMBERS):
-                if name not in _assigned(reader.__code__):
-                    found[reader.__qualname__, name] = (type(value), repr(value)), repr(value)
-            elif inner := functions_of(value):
-                does = tuple(map(_key_of, inner))
-                found[reader.__qualname__, name] = does, _place(inner[0].__code__)
-                waiting += inner
+class _Value(NamedTuple):
+    """The value of a variable: equal ``does`` for what does the same, and the same in words."""
+
+    does: Hashable
+    words: str
+
+
+def _seen(function: Any) -> dict[tuple[str, int, str], _Value]:
+    """The variables that are read, each by a function, which of those of its name it is, and its own name."""
+    found: dict[tuple[str, int, str], _Value] = {}
+    with suppress(Exception):  # objects can be anything, and a look at them must not end a trace
+        waiting, known, names = functions_of(function), set[int](), Counter[str]()
+        while waiting:
+            reader = waiting.pop(0)
+            if id(reader) in known:
+                continue
+            known.add(id(reader))
+            name, assigned = reader.__qualname__, _facts(reader.__code__).assigned
+            names[name] += 1
+            for variable, value in read_around(reader):
+                if variable not in assigned and (told := _told(value)) is not None:
+                    found[name, names[name], variable] = told
+                    waiting += functions_of(value)
     return found
+
+
+def _told(value: Any) -> _Value | None:
+    """What is known of a value; None if nothing is."""
+    if isinstance(value, _PLAIN):
+        return _Value((type(value), repr(value)), _short(value))
+    given = (*value.args, *value.keywords.values()) if isinstance(value, partial) else ()
+    if functions := functions_of(value):
+        place = f"that of {named(functions[0].__code__.co_filename)}:{functions[0].__code__.co_firstlineno}"
+        return _Value((_plain(given), tuple(map(_key_of, functions))), place)
+    with suppress(Exception):  # attributes of objects can be anything
+        if isinstance(value.__qualname__, str):
+            return _Value((value.__module__, value.__qualname__), f"{value.__module__}.{value.__qualname__}")
+    return None
 
 
 def functions_of(value: Any) -> list[FunctionType]:
     """The functions of the user that are called when this is, or in a method of it."""
-    if not callable(value):
-        return []
     if isinstance(value, partial):
         return functions_of(value.func)
     if isinstance(value, MethodType):
         return [*functions_of(value.__func__), *functions_of(type(value.__self__))]
-    if inspect.getattr_static(value, "__wrapped__", None) is not None:  # a jitted function
-        return functions_of(value.__wrapped__)
     home = value if isinstance(value, type) else type(value)
-    held = [value] if isinstance(value, FunctionType) else map(_unwrapped, vars(home).values())
-    return [f for f in held if isinstance(f, FunctionType) and _is_of_user(f.__code__.co_filename)]
+    held = [f for c in home.__mro__[:-1] for f in vars(c).values() if _may_be_method(f)]
+    return [f for x in (value, *held) for f in _unwrapped(x) if _is_of_user(f.__code__.co_filename)]
 
 
-def _unwrapped(method: Any) -> Any:
-    """The function that a library wrapped, as flax does with the methods of modules."""
-    return inspect.unwrap(method) if isinstance(method, FunctionType) else method
+def _may_be_method(value: Any) -> bool:
+    is_plain = type(value).__module__ == "builtins"
+    return not is_plain or isinstance(value, FunctionType | staticmethod | classmethod)
+
+
+def _unwrapped(value: Any) -> list[FunctionType]:
+    """A function, and those that it wraps, as jit does, decorators, and flax the methods of modules."""
+    found: list[Any] = []
+    value = getattr(value, "__func__", value) if isinstance(value, staticmethod | classmethod) else value
+    while value is not None and not any(value is f for f in found):
+        found.append(value)
+        wraps = inspect.getattr_static(value, "__wrapped__", None) is not None
+        value = value.__wrapped__ if wraps else None
+    return [f for f in found if isinstance(f, FunctionType)]
 
 
 def _is_of_user(file: str) -> bool:
@@ -137,7 +172,7 @@ def read_around(function: FunctionType) -> Iterator[tuple[str, Any]]:
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     closed = {name: x.cell_contents for name, x in cells if x != CellType()}  # an empty one is assigned later
     around = {"global": function.__globals__, "closed": closed}
-    for where, (name, *attributes) in _places(function.__code__):
+    for where, (name, *attributes) in _facts(function.__code__).reads:
         if name not in around[where]:  # of Python itself, or without a value yet
             continue
         value = around[where][name]
@@ -149,61 +184,71 @@ def read_around(function: FunctionType) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-@lru_cache(maxsize=4096)
-def _places(code: CodeType) -> list[tuple[str, tuple[str, ...]]]:
-    """Each variable that code reads from around it, with the attributes of it that it reads on."""
-    found: list[tuple[str, tuple[str, ...]]] = []
-    for inner in codes_within(code):
-        goes_on = False
-        for at in dis.get_instructions(inner):
-            if at.opname in _READS:
-                found.append((_READS[at.opname], (at.argval,)))
-            elif goes_on and at.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-                where, path = found.pop()
-                found.append((where, (*path, at.argval)))
-            else:
-                goes_on = False
-                continue
-            goes_on = True
-    return list(dict.fromkeys(found))
+class _Facts(NamedTuple):
+    """What is read off the instructions of code.
+
+    Attributes:
+        reads: each variable around it, with the attributes of it that are read on.
+        assigned: the variables around it that it assigns itself, as one that counts its calls does.
+        does: equal for code that does the same, wherever it stands.
+    """
+
+    reads: tuple[tuple[str, tuple[str, ...]], ...]
+    assigned: frozenset[str]
+    does: Hashable
+
+
+@lru_cache(maxsize=2**16)
+def _facts(code: CodeType) -> _Facts:
+    reads: list[tuple[str, tuple[str, ...]]] = []
+    assigned, does, goes_on = set[str](), list[Hashable](), False
+    for at in dis.get_instructions(code):
+        if at.opname in _SKIPPED:
+            continue
+        does.append((at.opname.replace("METHOD", "ATTR"), _argument(at)))
+        if at.opname in _READS:
+            reads.append((_READS[at.opname], (at.argval,)))
+        elif goes_on and at.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            where, path = reads.pop()
+            reads.append((where, (*path, at.argval)))
+        elif at.opname in ("STORE_GLOBAL", "STORE_DEREF"):
+            assigned.add(at.argval)
+        goes_on = at.opname in _READS or (goes_on and at.opname in ("LOAD_ATTR", "LOAD_METHOD"))
+    for inner in filter(_is_code, code.co_consts):
+        facts = _facts(inner)
+        reads += facts.reads
+        assigned |= facts.assigned
+    return _Facts(tuple(dict.fromkeys(reads)), frozenset(assigned), tuple(does))
+
+
+def _argument(at: dis.Instruction) -> Hashable:
+    """The argument of an instruction, but for places in the code."""
+    if isinstance(at.argval, CodeType):
+        return _facts(at.argval).does
+    return None if at.opcode in dis.hasjrel else (type(at.argval), repr(at.argval))
+
+
+def _is_code(value: Any) -> bool:
+    return isinstance(value, CodeType)
 
 
 def codes_within(code: CodeType) -> Iterator[CodeType]:
     """The code of a function, and of all functions and classes inside it."""
     yield code
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from codes_within(inner)
-
-
-@lru_cache(maxsize=4096)
-def _assigned(code: CodeType) -> set[str]:
-    """The variables around a function that it assigns itself, as one that counts its calls does."""
-    within = (at for inner in codes_within(code) for at in dis.get_instructions(inner))
-    return {at.argval for at in within if at.opname in ("STORE_GLOBAL", "STORE_DEREF")}
+    for inner in filter(_is_code, code.co_consts):
+        yield from codes_within(inner)
 
 
 def _key_of(function: FunctionType) -> Hashable:
     """Equal for functions that do the same, but for the variables around them and defaults of containers."""
     defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-    return _does(function.__code__), tuple(repr(x) if isinstance(x, _NUMBERS) else "" for x in defaults)
+    return _facts(function.__code__).does, _plain(defaults)
 
 
-@lru_cache(maxsize=4096)
-def _does(code: CodeType) -> Hashable:
-    """Equal for code that does the same, wherever it stands.
-
-    How a method is called depends on whether a module is imported in the same cell, and places with that.
-    """
-    steps = (at for at in dis.get_instructions(code) if at.opname != "PUSH_NULL")
-    return tuple((at.opname.replace("METHOD", "ATTR"), _read_by(at)) for at in steps)
+def _plain(values: Iterable[Any]) -> tuple[str, ...]:
+    return tuple(repr(x) if isinstance(x, _PLAIN) else "" for x in values)
 
 
-def _read_by(at: dis.Instruction) -> Hashable:
-    if isinstance(at.argval, CodeType):
-        return _does(at.argval)
-    return None if at.opcode in dis.hasjrel else (type(at.argval), repr(at.argval))
-
-
-def _place(code: CodeType) -> str:
-    return f"that of {named(code.co_filename)}:{code.co_firstlineno}"
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
