@@ -432,9 +432,16 @@ def test_a_number_of_the_loss_that_begins_in_another_dtype_is_told(rule, first):
         return {"w": state["w"] - grad, "running": rule(state["running"], loss)}, loss
 
     state = {"w": jnp.ones(4), "running": first}
+
+    def in_a_tuple(state, x):
+        state, _ = step({"w": state[0], "running": state[1]}, x)
+        return state["w"], state["running"]
+
     words = rf"'state/running' as {jnp.asarray(first).dtype}\[\], and returns its next value as float32\[\]"
     with pytest.raises(ow.ArgumentError, match=words):
         ow.adopt(step, state, X)
+    with pytest.raises(ow.ArgumentError, match=words.replace("running", "1")):
+        ow.adopt(in_a_tuple, tuple(state.values()), X)
 
 
 def results_beside(w, x, rate):

@@ -46,7 +46,7 @@ class Structure:
         Raises ``ArgumentError`` that names the first place where the tree differs.
         """
         values, treedef = jax.tree.flatten(tree)
-        if treedef != self.treedef and not self._is_named_alike(tree, treedef):
+        if treedef != self.treedef and not _are_named_alike(treedef, self.treedef):
             raise ArgumentError(self._difference(tree, what))
         arrays = []
         for leaf, value in zip(self.leaves, values, strict=True):
@@ -65,18 +65,8 @@ class Structure:
         filled = [leaf.value if isinstance(leaf, Static) else next(supply) for leaf in self.leaves]
         return jax.tree.unflatten(self.treedef, filled)
 
-    def _is_named_alike(self, tree: Any, treedef: Any) -> bool:
-        """Whether a tree differs in its classes alone, which have the same names and fields.
-
-        As a namedtuple does from that of a file, or of a cell that was run again.
-        """
-        return str(treedef) == str(self.treedef) and _paths(tree) == _paths(self._numbered())
-
-    def _numbered(self) -> Any:
-        return jax.tree.unflatten(self.treedef, list(range(len(self.leaves))))
-
     def _difference(self, tree: Any, what: str) -> str:
-        whole = self._numbered()
+        whole = jax.tree.unflatten(self.treedef, list(range(len(self.leaves))))
         if type(whole) is tuple and not isinstance(tree, tuple):  # such as what an adopted step carries on
             return f"{what}: expected a tuple of these {len(whole)}, and {describe(tree)} was given."
         expected, found = _paths(whole), _paths(tree)
@@ -91,7 +81,10 @@ class Structure:
             given, wanted = str(jax.tree.structure(tree)), str(self.treedef)
             if given == wanted:
                 given, wanted = ", ".join(found), ", ".join(expected)
-            parts.append(f"its containers are {given}, expected {wanted}")
+            if given == wanted:
+                parts.append("a container holds another value that is no array")
+            else:
+                parts.append(f"its containers are {given}, expected {wanted}")
         return f"{what} is not built as it was when the Program was traced: {'; '.join(parts)}."
 
 
@@ -196,6 +189,21 @@ def _key_name(key: Any) -> str:
         if hasattr(key, attribute):
             return str(getattr(key, attribute))
     return str(key)
+
+
+def _are_named_alike(treedef: Any, other: Any) -> bool:
+    """Whether two trees are built alike, but for namedtuples of other classes with the same name and fields.
+
+    As those of a file are, or of a cell that was run again.
+    """
+    node, theirs = treedef.node_data(), other.node_data()
+    if node is None or theirs is None:
+        return bool(treedef == other)
+    kinds = [(kind.__name__, getattr(kind, "_fields", None)) for kind, _ in (node, theirs)]
+    are_named = kinds[0] == kinds[1] and kinds[0][1] is not None
+    is_alike = are_named if node[0] is not theirs[0] else bool(node[1] == theirs[1])
+    children, others = treedef.children(), other.children()
+    return is_alike and len(children) == len(others) and all(map(_are_named_alike, children, others))
 
 
 def _paths(tree: Any) -> list[str]:

@@ -277,7 +277,7 @@ def _column(name: str, values: Any) -> array[float]:
     """One metric over all records."""
     try:
         numbers = np.asarray(values)
-        if numbers.ndim != 1 or numbers.dtype.kind == "c":
+        if numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in "biuf"):
             raise ValueError
         return array("d", numbers.astype(float).tobytes())
     except (TypeError, ValueError):

@@ -9,7 +9,7 @@ which it is, a person is asked.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -147,8 +147,8 @@ class Ends:
             say = f"carried={[*known, name]} if it is the next value, carried={known} if it is a result."
             if others:
                 say = (
-                    f"carried={known}, and those that are next values of {name!r} and "
-                    f"{' and '.join(map(repr, others))}, of which the same is true, as {[*known, name]}."
+                    f"carried={known} with those of {[name, *others]} that are next values, which nothing "
+                    f"shows of any: carried={[*known, name, *others]} if all are."
                 )
             raise ArgumentError(
                 f"{self.title} returns {_types(new)} as its result number {new.place + 1}, which the forward "
@@ -168,11 +168,19 @@ class Ends:
         for new, old in ((new, old) for new in results for old in arguments):
             if not (_is_retyped(new, old) and self._is_meant(old)):
                 continue
-            is_computed, stands = self._may_replace(new, old), _stands_beside(new, old, news, olds)
+            is_computed = self._may_replace(new, old)
+            stands = _stands_beside(self._in_whole(new, old), old, news, olds)
             if (stands and (is_computed or self.asks)) or (is_computed and _moves_on(new, old, self.flow)):
                 may_say = self.told is None and old.place not in {o.place for o in olds}
                 or_else = f" If it is a result, say so: carried={self._named(olds)}." if may_say else ""
                 raise ArgumentError(_retyped(new, old, self.title) + or_else)
+
+    def _in_whole(self, new: TreePart, old: TreePart) -> TreePart:
+        """The result, which lies in a container as the argument does if all results are built as that is."""
+        whole, argument = self.results[0], next(part for part in self.arguments if part.place == old.place)
+        if new.around is None and whole is not new and whole.treedef == argument.treedef:
+            return replace(new, around=(whole.start, whole.start + len(whole.leaves)))
+        return new
 
     def _expect_told(self, pairs: Sequence[Pair], told: frozenset[Variable]) -> None:
         """Raise ``ArgumentError`` for what a person says is carried on, and no result replaces."""
