@@ -91,16 +91,16 @@ def _are_alike(op: Op, other: Op) -> bool:
     return op.type == other.type and named == theirs and op.body.signature == other.body.signature
 
 
-class _Value(NamedTuple):
+class _Read(NamedTuple):
     """The value of a variable: equal ``does`` for what does the same, and the same in words."""
 
     does: Hashable
     words: str
 
 
-def _seen(function: Any) -> dict[tuple[str, int, str], _Value]:
+def _seen(function: Any) -> dict[tuple[str, int, str], _Read]:
     """The variables that are read, each by a function, which of those of its name it is, and its own name."""
-    found: dict[tuple[str, int, str], _Value] = {}
+    found: dict[tuple[str, int, str], _Read] = {}
     with suppress(Exception):  # objects can be anything, and a look at them must not end a trace
         waiting, known, names = functions_of(function), set[int](), Counter[str]()
         while waiting:
@@ -108,7 +108,7 @@ def _seen(function: Any) -> dict[tuple[str, int, str], _Value]:
             if id(reader) in known:
                 continue
             known.add(id(reader))
-            name, assigned = reader.__qualname__, _facts(reader.__code__).assigned
+            name, assigned = reader.__qualname__, _instructions(reader.__code__).assigned
             names[name] += 1
             for variable, value in read_around(reader):
                 if variable not in assigned and (told := _told(value)) is not None:
@@ -117,17 +117,17 @@ def _seen(function: Any) -> dict[tuple[str, int, str], _Value]:
     return found
 
 
-def _told(value: Any) -> _Value | None:
-    """What is known of a value; None if nothing is."""
+def _told(value: Any) -> _Read | None:
+    """The value of a variable as it is known; None if nothing is known of it."""
     if isinstance(value, _PLAIN):
-        return _Value((type(value), repr(value)), _short(value))
+        return _Read((type(value), repr(value)), _short(value))
     given = (*value.args, *value.keywords.values()) if isinstance(value, partial) else ()
     if functions := functions_of(value):
         place = f"that of {named(functions[0].__code__.co_filename)}:{functions[0].__code__.co_firstlineno}"
-        return _Value((_plain(given), tuple(map(_key_of, functions))), place)
+        return _Read((_plain(given), tuple(map(_key_of, functions))), place)
     with suppress(Exception):  # attributes of objects can be anything
         if isinstance(value.__qualname__, str):
-            return _Value((value.__module__, value.__qualname__), f"{value.__module__}.{value.__qualname__}")
+            return _Read((value.__module__, value.__qualname__), f"{value.__module__}.{value.__qualname__}")
     return None
 
 
@@ -172,7 +172,7 @@ def read_around(function: FunctionType) -> Iterator[tuple[str, Any]]:
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     closed = {name: x.cell_contents for name, x in cells if x != CellType()}  # an empty one is assigned later
     around = {"global": function.__globals__, "closed": closed}
-    for where, (name, *attributes) in _facts(function.__code__).reads:
+    for where, (name, *attributes) in _instructions(function.__code__).reads:
         if name not in around[where]:  # of Python itself, or without a value yet
             continue
         value = around[where][name]
@@ -184,8 +184,8 @@ def read_around(function: FunctionType) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-class _Facts(NamedTuple):
-    """What is read off the instructions of code.
+class _Instructions(NamedTuple):
+    """The instructions of code, as far as they tell what it does.
 
     Attributes:
         reads: each variable around it, with the attributes of it that are read on.
@@ -199,7 +199,7 @@ class _Facts(NamedTuple):
 
 
 @lru_cache(maxsize=2**16)
-def _facts(code: CodeType) -> _Facts:
+def _instructions(code: CodeType) -> _Instructions:
     reads: list[tuple[str, tuple[str, ...]]] = []
     assigned, does, goes_on = set[str](), list[Hashable](), False
     for at in dis.get_instructions(code):
@@ -215,16 +215,16 @@ def _facts(code: CodeType) -> _Facts:
             assigned.add(at.argval)
         goes_on = at.opname in _READS or (goes_on and at.opname in ("LOAD_ATTR", "LOAD_METHOD"))
     for inner in filter(_is_code, code.co_consts):
-        facts = _facts(inner)
-        reads += facts.reads
-        assigned |= facts.assigned
-    return _Facts(tuple(dict.fromkeys(reads)), frozenset(assigned), tuple(does))
+        within = _instructions(inner)
+        reads += within.reads
+        assigned |= within.assigned
+    return _Instructions(tuple(dict.fromkeys(reads)), frozenset(assigned), tuple(does))
 
 
 def _argument(at: dis.Instruction) -> Hashable:
     """The argument of an instruction, but for places in the code."""
     if isinstance(at.argval, CodeType):
-        return _facts(at.argval).does
+        return _instructions(at.argval).does
     return None if at.opcode in dis.hasjrel else (type(at.argval), repr(at.argval))
 
 
@@ -242,7 +242,7 @@ def codes_within(code: CodeType) -> Iterator[CodeType]:
 def _key_of(function: FunctionType) -> Hashable:
     """Equal for functions that do the same, but for the variables around them and defaults of containers."""
     defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-    return _facts(function.__code__).does, _plain(defaults)
+    return _instructions(function.__code__).does, _plain(defaults)
 
 
 def _plain(values: Iterable[Any]) -> tuple[str, ...]:

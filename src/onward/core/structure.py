@@ -82,7 +82,7 @@ class Structure:
             if given == wanted:
                 given, wanted = ", ".join(found), ", ".join(expected)
             if given == wanted:
-                parts.append("a container holds another value that is no array")
+                parts.append("a container has another value beside its arrays")
             else:
                 parts.append(f"its containers are {given}, expected {wanted}")
         return f"{what} is not built as it was when the Program was traced: {'; '.join(parts)}."
