@@ -292,7 +292,7 @@ BAD_FEEDS = {
     "none at all": ((), r"loss takes 2 data arguments \(x, y\); 0 were given"),
     "wrong features": (
         (X[:, :2], Y),
-        r"'x' is float32\[8, 2\] \(traced as float32\[8,3\]\), .*not accept.*test_step.py:\d+ in loss",
+        r"'x' is float32\[8, 2\] \(traced as float32\[8,3\]\), .*cannot be built.*test_step.py:\d+ in loss",
     ),
     "batches that differ": (
         (X, Y[:3]),
