@@ -11,11 +11,7 @@ from onward.core.recipe import rebuilt
 
 PARAMS = {"w": np.ones((3, 1), np.float32)}
 X, Y = np.ones((6, 3), np.float32), np.ones((6, 1), np.float32)
-FIRST = """
-import functools, types, jax, jax.numpy as jnp
-from flax import linen
-scale, traces = 2.0, 0
-
+NETS = """
 def net(w, x):
     return jnp.tanh(x @ w)
 
@@ -27,31 +23,20 @@ class Module(linen.Module):
     def __call__(self, w, x):
         return jnp.tanh(x @ w)
 
-jitted, bound, part, layer = jax.jit(net), Layer().__call__, functools.partial(net), Layer()
-module = types.ModuleType("module")
-module.net = net
+jitted, bound, part, layer, module.net = jax.jit(net), Layer().__call__, functools.partial(net), Layer(), net
 flax = Module().apply
-
+"""
+FIRST = f"""
+import functools, types, jax, jax.numpy as jnp
+from flax import linen
+scale, traces, module = 2.0, 0, types.ModuleType("module")
+{NETS}
 def loss(p, x, y):
     global traces
     traces += 1
     return jnp.mean(jnp.square(scale * NET(p["w"], x) - y))
 """
-SECOND = """
-def net(w, x):
-    return jnp.sin(x @ w)
-
-class Layer:
-    def __call__(self, w, x):
-        return jnp.sin(x @ w)
-
-class Module(linen.Module):
-    def __call__(self, w, x):
-        return jnp.sin(x @ w)
-
-jitted, bound, part, layer, module.net = jax.jit(net), Layer().__call__, functools.partial(net), Layer(), net
-flax = Module().apply
-"""
+SECOND = NETS.replace("tanh", "sin")
 SPELLINGS = (
     "net",
     "jitted",
@@ -175,7 +160,6 @@ def test_whatever_is_called_is_looked_at(first, second, name):
     variables = run("import functools, types, jax, jax.numpy as jnp\n" + first, {"__name__": "cell"})
     run("def loss(w, x):\n    return jnp.sum(net(w * x))", variables)
     around = Around(variables["loss"])
-    run("loss", variables)
     assert around.changed() == ""
     run(second, variables)
     assert around.changed().startswith(f"{name}, which was ")
@@ -187,15 +171,17 @@ def test_a_helper_that_takes_data_of_before_no_more_is_told_and_runs():
 
 
 def test_what_wraps_itself_or_answers_everything_is_no_obstacle():
-    def around(x):
-        return answering.anything(x)
-
     class Answering:
         def __getattr__(self, name):
             raise RuntimeError(name)
 
-    around.__wrapped__, answering = around, Answering()
-    assert Around(around).changed() == ""
+    def reader(x):
+        return answering.anything(x) + scale
+
+    reader.__wrapped__, answering, scale = reader, Answering(), 1.0
+    around = Around(reader)
+    scale = 2.0
+    assert around.changed() == "scale, which was 1.0 and is 2.0"
 
 
 def test_a_number_that_is_another_one_now_is_told():

@@ -379,6 +379,21 @@ def test_a_key_or_a_table_of_each_batch_is_not_warned_of():
     np.testing.assert_allclose(found["loss"], expected, rtol=1e-5)
 
 
+def test_a_table_is_compared_no_longer_once_the_examples_move(monkeypatch):
+    asked = []
+    monkeypatch.setattr(np, "array_equal", lambda x, other, **_: asked.append(x.shape) or (x == other).all())
+    table, square = np.ones(5, "float32"), np.ones((3, 3), "float32")  # the second is as long as an example
+
+    def network(w, x, table, square):
+        return jnp.mean((x @ square @ w) ** 2) * jnp.sum(table)
+
+    model = ow.Model(ow.trace(network, W, X[:2], table, square), W)
+    batches = [(X[i : i + 2], table.copy(), square.copy()) for i in range(0, N, 2)]
+    found = ow.Evaluator(model).test(batches)
+    np.testing.assert_allclose(found["loss"], network(W, X, table, square), rtol=1e-5)
+    assert [shape for shape in asked if shape] == [(2, 3), *[(3, 3)] * 4]
+
+
 def test_empty_batches_are_left_out():
     def network(w, x):
         return jnp.mean((x @ w) ** 2), jnp.max(x)

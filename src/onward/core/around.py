@@ -20,11 +20,12 @@ from __future__ import annotations
 import dis
 import inspect
 import operator
+import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -111,18 +112,19 @@ def _seen(function: Any) -> dict[tuple[str, int, str], _Read]:
             name, assigned = reader.__qualname__, _instructions(reader.__code__).assigned
             names[name] += 1
             for variable, value in read_around(reader):
-                if variable not in assigned and (told := _told(value)) is not None:
+                functions = [] if variable in assigned else functions_of(value)
+                if variable not in assigned and (told := _told(value, functions)) is not None:
                     found[name, names[name], variable] = told
-                    waiting += functions_of(value)
+                    waiting += functions
     return found
 
 
-def _told(value: Any) -> _Read | None:
-    """The value of a variable as it is known; None if nothing is known of it."""
+def _told(value: Any, functions: Sequence[FunctionType]) -> _Read | None:
+    """The value of a variable as it is known, given what it calls; None if nothing is known of it."""
     if isinstance(value, _PLAIN):
         return _Read((type(value), repr(value)), _short(value))
     given = (*value.args, *value.keywords.values()) if isinstance(value, partial) else ()
-    if functions := functions_of(value):
+    if functions:
         place = f"that of {named(functions[0].__code__.co_filename)}:{functions[0].__code__.co_firstlineno}"
         return _Read((_plain(given), tuple(map(_key_of, functions))), place)
     with suppress(Exception):  # attributes of objects can be anything
@@ -138,8 +140,15 @@ def functions_of(value: Any) -> list[FunctionType]:
     if isinstance(value, MethodType):
         return [*functions_of(value.__func__), *functions_of(type(value.__self__))]
     home = value if isinstance(value, type) else type(value)
-    held = [f for c in home.__mro__[:-1] for f in vars(c).values() if _may_be_method(f)]
+    own = (c for c in home.__mro__ if _is_class_of_user(c.__module__))
+    held = [f for c in own for f in vars(c).values() if _may_be_method(f)]
     return [f for x in (value, *held) for f in _unwrapped(x) if _is_of_user(f.__code__.co_filename)]
+
+
+@cache
+def _is_class_of_user(module: str) -> bool:
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return module != "builtins" and (file is None or is_of_user(file))
 
 
 def _may_be_method(value: Any) -> bool:

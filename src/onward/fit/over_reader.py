@@ -288,21 +288,31 @@ class _WholeData:
         parts = self._reader.parts
         if not parts.split:
             return
-        known, (leader, *_) = parts.part.variables, parts.split
+        known = parts.part.variables
         for name, x in self._reader.arrays(fed):
-            held = name in parts.split
-            if name not in known or known[name].may_be_key or not np.ndim(x) or (held and self._moves):
+            if name not in known or known[name].may_be_key or not np.ndim(x) or self._is_settled(name, x):
                 continue
             if _is_same(self._first.setdefault(name, x), x, known[name].is_float):
                 continue
-            if held:
+            if name in parts.split:
                 self._moves = True
-                self._first = {n: first for n, first in self._first.items() if n not in parts.split}
                 continue
             self._others_move = True
-            if name in parts.by_chance or np.shape(x)[0] in known[leader].shape[1:]:
+            if self._is_doubtful(name, x):
                 self.is_cut |= name in parts.by_chance
                 self._differing[name] = None
+        self._first = {name: x for name, x in self._first.items() if not self._is_settled(name, x)}
+
+    def _is_settled(self, name: str, x: Any) -> bool:
+        """Whether nothing is left to be told by another comparison of this data."""
+        if name in self._differing:
+            return True
+        return self._moves and (name in self._reader.parts.split or not self._is_doubtful(name, x))
+
+    def _is_doubtful(self, name: str, x: Any) -> bool:
+        """Whether data that is taken to hold no examples is as long as if it did."""
+        parts = self._reader.parts
+        return name in parts.by_chance or np.shape(x)[0] in parts.part[parts.split[0]].shape[1:]
 
     @property
     def stands_still(self) -> bool:
