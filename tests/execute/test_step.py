@@ -739,3 +739,28 @@ def test_the_message_about_an_old_style_key_says_what_to_write():
     step = ow.compile(ow.trace(noisy, jnp.ones(3), jax.random.key(0)))
     with pytest.raises(ow.ArgumentError, match="wrap_key_data"):
         step(step.init(jnp.ones(3)), jax.random.PRNGKey(0))
+
+
+def test_disable_jit_is_told_to_have_no_effect():
+    """JAX would unroll the loops of a trace, fail in some, and refuse to call what was compiled."""
+
+    def looping(w, x):
+        h, _ = lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, length=3)
+        halved = lax.while_loop(lambda h: jnp.max(h) > 0.5, lambda h: h / 2, lax.stop_gradient(h))
+        return jnp.mean((h - halved) ** 2)
+
+    weights = jnp.eye(3) / 2
+    with jax.disable_jit():
+        with pytest.warns(
+            UserWarning, match="disable_jit has no effect here: looping is traced once.*call it by itself"
+        ):
+            program = ow.SGD(LEARNING_RATE).minimize(looping, weights, X)
+        step = ow.compile(program)
+        state, out = step(step.init(weights), X)
+        state, _ = step.run(state, [X, X], steps=2)
+    assert "scan" in [op.type for op in program.ops]
+    plain = ow.compile(ow.SGD(LEARNING_RATE).minimize(looping, weights, X))
+    expected, first = plain(plain.init(weights), X)
+    expected, _ = plain.run(expected, [X, X], steps=2)
+    assert out.loss == first.loss
+    np.testing.assert_array_equal(state.parameters, expected.parameters)

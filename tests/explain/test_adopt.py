@@ -697,16 +697,6 @@ def test_a_merge_that_updates_by_itself_is_refused(merge):
         ow.replicate(adopted("with_optax"), 2, merge)
 
 
-def test_an_update_that_reads_the_loss_is_refused_on_devices():
-    def step(w, x):
-        loss, grad = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(w)
-        return w - 0.1 * loss * grad, loss
-
-    program = ow.adopt(step, jnp.ones(4), X)
-    with pytest.raises(ow.GraphError, match="beside the gradients, which every device has of its own part"):
-        ow.replicate(program, 2)
-
-
 def test_what_the_loss_decides_is_decided_once_for_all_micro_batches():
     optimizer = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(accumulation_size=2))
 
@@ -763,3 +753,48 @@ SIZES = {"small_gpt": (1,)}  # two blocks, as the table of all has them, are for
 def test_published_steps_train_as_before(name, transform):
     case = PUBLISHED[name](*SIZES.get(name, ()))
     assert cell(case, ow.adopt(case.step, *case.state, *case.data), transform) == ("=", "")
+
+
+def step_with_metrics(state, x, y):
+    """A rate by Polyak, and what a loop adds up of the loss and other numbers of the batch."""
+
+    def loss(w):
+        errors = jnp.square(x @ w - y)
+        return jnp.mean(errors), (jnp.sum(errors), jnp.max(errors), jnp.sum(errors < 1))
+
+    (loss, (total, largest, small)), g = value_and_grad(loss, has_aux=True)(state["w"])
+    metrics = {
+        "sum": state["sum"] + total,
+        "average": 0.9 * state["average"] + 0.1 * loss,
+        "best": jnp.minimum(state["best"], loss),
+        "largest": jnp.maximum(state["largest"], largest),
+        "count": state["count"] + small,
+        "perplexity": jnp.exp(loss),
+    }
+    return {"w": state["w"] - 0.1 * loss / (jnp.sum(g**2) + 1) * g, **metrics}, loss
+
+
+def test_an_update_reads_the_loss_of_all_devices():
+    """Also as a sum, a running mean and others of the numbers that the forward pass makes of the batch."""
+    metrics = {"sum": 0.0, "average": 0.0, "best": np.inf, "largest": 0.0, "count": 0, "perplexity": 1.0}
+    state = {"w": PARAMS["a"][:, :1], **metrics}
+    program = ow.adopt(step_with_metrics, state, X, Y, carried="state")
+    compiled = ow.compile(ow.replicate(program, 4))
+    ours, expected = compiled.init(state), state
+    for _ in range(STEPS):
+        ours, out = compiled(ours, X, Y)
+        expected, loss = step_with_metrics(expected, X, Y)
+    np.testing.assert_allclose(out.loss, loss, rtol=1e-5)
+    for name, value in expected.items():
+        np.testing.assert_allclose(ours[f"state/{name}"], value, rtol=1e-5, err_msg=name)
+
+
+def test_an_update_that_reads_more_than_devices_share_is_refused():
+    def step(w, x, y):
+        loss, errors = jnp.mean(jnp.square(x @ w - y)), jnp.abs(x @ w - y)
+        return w - jnp.median(errors) * grad(lambda w: jnp.mean(jnp.square(x @ w - y)))(w), loss
+
+    program = ow.adopt(step, PARAMS["a"][:, :1], X, Y)
+    message = r"the update reads .* beside the gradients, which every device has.*ow\.partition\(program"
+    with pytest.warns(match="examples"), pytest.raises(ow.GraphError, match=message):
+        ow.replicate(program, 4)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, wraps
 from typing import Any
 
@@ -27,6 +28,7 @@ __all__ = [
     "AFFECTED",
     "CURE",
     "OPTION",
+    "calling",
     "compiled_alone",
     "compiler_options",
     "is_cured_by",
@@ -66,6 +68,12 @@ def options_to_look() -> dict[str, str | bool]:
 def is_cured_by(environment: Mapping[str, str]) -> bool:
     """Whether the option is set for the whole process, by the user, whose choice then holds."""
     return f"--{OPTION}=" in environment.get("XLA_FLAGS", "")
+
+
+def calling() -> AbstractContextManager[Any]:
+    """The context to call what was compiled in: under ``jax.disable_jit`` JAX refuses to."""
+    disabled = jax.config.jax_disable_jit  # type: ignore[attr-defined]
+    return jax.disable_jit(False) if disabled else nullcontext()
 
 
 def compiled_alone(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:

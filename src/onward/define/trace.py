@@ -235,7 +235,7 @@ class _TracedFunction:
             return [*filter(_is_array, found), *carried, *context.extras()]
 
         types = [leaf.type for s in arguments for leaf in s.arrays]
-        closed = explaining(self.name, partial(traced, flat), *types)
+        closed = explaining(self.name, partial(traced, flat, of=self.name), *types)
         context.forget()
         watch.end(self.name, self.function, *arguments)
         self._check_feed(context)

@@ -191,27 +191,33 @@ def _laid_out(
     _expect_update_of_ours(program, recipe, merge)
     _expect_one_batch(program, [program[name] for name in split], replicas)
     with along(replicas):
-        local, share, misleading = _forward(program, recipe, replicas, merge, split)
+        local, share, told, misleading = _forward(program, recipe, replicas, merge, split)
         local = check(share.of_loss(local)) if share is not None and not merge.is_sum else local
         for step in recipe.steps:
             if step.function is append_update:
                 local = merge.update(local, *step.arguments, **step.options, devices=group)
             else:
+                if step.function is append_foreign_update:  # which may read them, as a metric does
+                    known = [v for v, is_told in zip(local.outputs, told, strict=False) if is_told]
+                    local = _with_merged_results(local, group, known, merge, share)
                 local = with_steps(local, [step])
             if step.function is append_backward:
                 local = share.of_gradients(local) if share is not None else local
                 local = merge.apply(local, group, recipe.steps)
-        merged = _with_merged_results(local, group, _grown(program, local), merge, share)
+        grown = _grown(program, local)
+        results = [v for v in local.outputs if v.name not in grown]
+        merged = _with_merged_results(local, group, results, merge, share)
     replicas = replace(replicas, misled=misleading)
     return check(replace(_with_joined_results(merged, program), replicas=replicas))
 
 
 def _forward(
     program: Program, recipe: Recipe, replicas: Replicas, merge: Merge, split: tuple[str, ...]
-) -> tuple[Program, Share | None, tuple[tuple[str, str], ...]]:
+) -> tuple[Program, Share | None, list[bool], tuple[tuple[str, str], ...]]:
     """The forward pass of one device, traced at its part of the batch.
 
-    With it how much this part counts, if the graph does not tell, and the results that padding misleads.
+    With it how much this part counts, if the graph does not tell; for each result whether that of the whole
+    batch is known to follow from the devices'; and the results that padding misleads.
     """
     devices, weight = Devices(replicas.name, replicas.count), replicas.weight
     rows = -(-program[split[0]].shape[0] // devices.size) if split else 0
@@ -233,16 +239,17 @@ def _forward(
     told = found.told
     own = _with_own_keys(found.program, devices, None if told is None else told.drawn)
     merged = check(_with_merged_state(own, devices))
+    follows = [told is not None and _is_told(traced, v, told) for v in traced.outputs]
     if weight is None:
-        return merged, None, ()
+        return merged, None, follows, ()
     is_told = told is not None and (traced.loss is None or _is_told(traced, traced.loss, told))
     misleading = () if found.seen is None else misled(*found.seen, weight)
-    return merged, None if is_told else Share(own, own[weight], devices), misleading
+    return merged, None if is_told else Share(own, own[weight], devices), follows, misleading
 
 
-def _is_told(program: Program, loss: Variable, following: Following) -> bool:
-    """Whether the loss follows from those of the devices, whose ops read the whole batch's numbers."""
-    return following.without_numbers(following.numbers, following.constants).is_told(program, loss)
+def _is_told(program: Program, result: Variable, following: Following) -> bool:
+    """Whether a result follows from those of the devices, whose ops read the whole batch's numbers."""
+    return following.without_numbers(following.numbers, following.constants).is_told(program, result)
 
 
 def _expect_alike(program: Program) -> None:
@@ -304,17 +311,16 @@ def _next(builder: Builder, old: Variable, new: Variable, devices: Devices) -> V
 
 
 def _with_merged_results(
-    program: Program, devices: Devices, grown: set[str], merge: Merge, share: Share | None
+    program: Program, devices: Devices, results: Iterable[Variable], merge: Merge, share: Share | None
 ) -> Program:
-    """Merge the results into numbers of the whole batch; arrays over examples stay on their device."""
+    """Merge these results into numbers of the whole batch; arrays over examples stay on their device."""
     equal = equal_variables(program)
     builder = Builder(program, program.ops, made_by=Pass.COLLECTIVE)
     merged = {
         v: _reduced(builder, v, devices, merge.is_sum and v is program.loss, share)
-        for v in program.outputs
-        if v not in equal and v.name not in grown
+        for v in results
+        if v not in equal
     }
-
     return replace(with_results(program, lambda v: merged.get(v, v)), ops=builder.ops)
 
 

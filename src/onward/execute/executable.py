@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec, Sharding
 
+from onward.core.compiler import calling
 from onward.core.errors import OutOfMemoryError, PeerError, StateError
 from onward.core.homes import own_scopes
 from onward.core.lower import lower
@@ -330,7 +331,8 @@ class Executable:
     def _called(
         self, compiled: jax.stages.Compiled, own: Sequence[Any], values: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
-        changed, results = compiled(*self._lending.apart(own), tuple(values))
+        with calling():
+            changed, results = compiled(*self._lending.apart(own), tuple(values))
         return self._returned.together(*changed), results
 
     def _wait(self, changed: Sequence[Any], results: Sequence[Any], waits: bool) -> None:

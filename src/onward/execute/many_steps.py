@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 
+from onward.core.compiler import calling
 from onward.core.errors import ArgumentError
 from onward.core.jaxprs.body import Body, Wire, body_of
 from onward.core.jaxprs.joining import as_one_call
@@ -217,7 +218,8 @@ class _StepLoop:
             except RuntimeError as error:
                 raise refusal(error) or error from error
             keep_for_steps(self._compiled, self._settings.keep_memory)
-        changed, results = self._compiled(*arguments)
+        with calling():
+            changed, results = self._compiled(*arguments)
         return changed, results
 
     def __call__(self, state: State, stacked: Sequence[Any]) -> tuple[State, Out]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from onward.core.compiler import calling
 from onward.core.errors import ArgumentError, NotPickled
 from onward.core.program import Variable
 from onward.core.structure import describe
@@ -172,9 +173,10 @@ class PipelineStep(NotPickled):
     def _run(self, own: dict[str, Any], values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """The state after a step on a whole batch, and its results."""
         self._expect_cut_for(values)
-        run = PipelineRun(self.stages, own, dict(zip(self._names, values, strict=True)))
-        run.micro_batches()
-        run.update()
+        with calling():
+            run = PipelineRun(self.stages, own, dict(zip(self._names, values, strict=True)))
+            run.micro_batches()
+            run.update()
         changed = [run.following(v) for v in self.layout.variables]
         return changed, [run.result(v) for v in self.program.outputs]
 

@@ -107,7 +107,8 @@ _TAKES, _GIVES = 5, 7  # of the pattern; what JAX notes of each argument and eac
 
 def _some_call() -> Any:
     """An equation that calls what ``jax.jit`` made, of a few arguments: thousands would have to be traced."""
-    pattern = jax.make_jaxpr(jax.jit(lambda *_: [np.float32(0)] * _GIVES))(*[np.float32(0)] * _TAKES)
+    with jax.disable_jit(False):
+        pattern = jax.make_jaxpr(jax.jit(lambda *_: [np.float32(0)] * _GIVES))(*[np.float32(0)] * _TAKES)
     (eqn,) = pattern.jaxpr.eqns
     return eqn
 

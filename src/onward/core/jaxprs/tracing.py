@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex
 
+from onward.core.source import user_level
 from onward.core.variable import Replicas
 
 _nothing = jax.jit(lambda: ())
@@ -52,18 +54,28 @@ def since() -> int:
     return _fresh.get()
 
 
-def traced(function: Callable[..., Any], *types: Any, apart: Hashable = None) -> Any:
+def traced(function: Callable[..., Any], *types: Any, apart: Hashable = None, of: str = "") -> Any:
     """The closed jaxpr of a function of flat arrays.
 
     JAX traces a function that is jitted within once, and takes that wherever it is called. ``apart`` keeps
-    what is traced here from all that is traced without it, and the other way round.
+    what is traced here from all that is traced without it, and the other way round. ``jax.disable_jit``,
+    which would unroll loops, has no effect; ``of`` names a function of the user's for a word about it.
     """
+    if of and jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+        warnings.warn(_NOT_STEPPED.format(name=of), stacklevel=user_level())
     axis = _replicas.get()
     axes: list[tuple[Any, int]] = [(axis.name, axis.count)] if axis else []
     for mark in (apart, ("fresh", since()) if since() else None):
         if mark is not None:
             axes.append((mark, 1))  # nobody exchanges along it; JAX takes what it knows only under equal axes
-    return jax.make_jaxpr(function, axis_env=axes or None)(*types)
+    with jax.disable_jit(False):
+        return jax.make_jaxpr(function, axis_env=axes or None)(*types)
+
+
+_NOT_STEPPED = (
+    "jax.disable_jit has no effect here: {name} is traced once, and what it computes runs compiled. To step "
+    "through it, call it by itself, as in loss(params, x); to see numbers of what runs, take jax.debug.print."
+)
 
 
 def records() -> bool:

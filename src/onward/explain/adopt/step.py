@@ -170,7 +170,7 @@ def _traced_once(call: CalledStep, training: bool, left: frozenset[str]) -> CutT
         found.append((treedef, statics, [value is not None for value in modules], calls.hidden))
         return [*filter(is_array, values), *(value for value in modules if value is not None)]
 
-    tracing = partial(traced, flat, apart=("gradients left open", training, left))
+    tracing = partial(traced, flat, apart=("gradients left open", training, left), of=call.title)
     closed = explaining(call.title, tracing, *(leaf.type for _, leaf in call.leaves))
     context.forget()
     treedef, statics, in_place, hidden = found[-1]

@@ -67,6 +67,8 @@ def _traced(call: CalledStep) -> TracedStep:
         found.append((treedef, statics, [value is not None for value in modules]))
         return [*filter(is_array, values), *(value for value in modules if value is not None)]
 
-    closed = explaining(call.title, partial(traced, flat), *(leaf.type for _, leaf in call.leaves))
+    closed = explaining(
+        call.title, partial(traced, flat, of=call.title), *(leaf.type for _, leaf in call.leaves)
+    )
     watch.end(call.title, call.step, call)
     return TracedStep(closed, *found[-1])
