@@ -72,7 +72,7 @@ def is_cured_by(environment: Mapping[str, str]) -> bool:
 
 def calling() -> AbstractContextManager[Any]:
     """The context to call what was compiled in: under ``jax.disable_jit`` JAX refuses to."""
-    disabled = jax.config.jax_disable_jit  # type: ignore[attr-defined]
+    disabled = jax.config.jax_disable_jit
     return jax.disable_jit(False) if disabled else nullcontext()
 
 
