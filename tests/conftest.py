@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from tests.cases import Cases
 from tests.quick import Quick
 
 DEVICES = "--xla_force_host_platform_device_count"
@@ -66,10 +67,12 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
 
 def pytest_addoption(parser):
     parser.addoption("--list-not-quick", action="store_true", help="measure which tests are not quick")
+    parser.addoption("--all-cases", action="store_true", help="also the cases that take no way of their own")
 
 
 def pytest_configure(config):
     config.pluginmanager.register(Quick(config), "quick")
+    config.pluginmanager.register(Cases(config), "cases")
 
 
 def pytest_unconfigure():

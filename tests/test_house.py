@@ -8,6 +8,7 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
+from tests.cases import chosen
 from tests.quick import listed
 
 import onward as ow
@@ -95,6 +96,11 @@ def test_readme_gives_commands_that_make_their_own_environment():
 def test_what_is_not_quick_is_a_test():
     missing = [line for line in listed() if not is_there(*line.split("::"))]
     assert missing == [], "write the list anew: pytest -n 3 --dist loadfile --list-not-quick"
+
+
+def test_of_what_runs_in_some_cases_there_are_tests():
+    missing = [function for function in chosen() if not is_there(*function.split("::"))]
+    assert missing == [], "take their lines out of tests/cases.txt, or choose: python -m tests.faults.choose"
 
 
 def is_there(file, *names):

@@ -32,7 +32,7 @@ def _taken(folder: Path) -> dict[tuple[str, int, str, int], set[int]]:
     taken: dict[tuple[str, int, str, int], set[int]] = {}
     for path in folder.glob("*.jsonl"):
         for line in path.read_text().splitlines():
-            for *site, way in json.loads(line).get("branches", ()):
+            for *site, way in json.loads(line).get("ways", ()):
                 taken.setdefault(tuple(site), set()).add(way)
     return taken
 

@@ -1,12 +1,12 @@
 """Plants faults one at a time in a copy of the tree, and runs the tests that enter the changed function.
 
     python -m tests.faults.plant [--count 120] [--seed 0] [--seconds 90] [--record .faults] [--out FILE]
-                                 [--first FILE] [--only FILE]
+                                 [--first FILE] [--only FILE] [--check]
 
 Tests of the file that mirrors the changed one come first, then those of its folder, then the quickest; the
 first that fails ends the search. ``--seconds`` bounds what the tests tried for one fault took when they were
 recorded. ``--first FILE`` tries what found each fault in an earlier run before anything else, and ``--only``
-goes on with those that a run did not find.
+goes on with those that a run did not find. ``--check`` tries the cases that the check runs, and no others.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import Queue
 
+from tests.cases import chosen
 from tests.faults.places import Fault, sample
 from tests.quick import function_of
 
@@ -39,7 +40,7 @@ sys.exit(pytest.main())
 
 def main() -> int:
     options = _options()
-    tests = _recorded(options.record)
+    tests = _recorded(options.record, chosen() if options.check else {})
     before = {row["fault"]: row["by"] for row in _rows(options.first)} if options.first else {}
     faults = sample(ROOT / SOURCE, options.count, options.seed)
     if options.only:
@@ -79,6 +80,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--record", type=Path, default=Path(".faults"))
     parser.add_argument("--first", type=Path)
     parser.add_argument("--only", type=Path)
+    parser.add_argument("--check", action="store_true")
     parser.add_argument("--out", type=Path, default=Path(".faults/found.json"))
     return parser.parse_args()
 
@@ -88,15 +90,17 @@ def _rows(path: Path) -> Iterator[dict]:
         yield json.loads(line)
 
 
-def _recorded(folder: Path) -> dict[str, dict[str, float]]:
-    """For each function the tests that enter it, with their seconds.
+def _recorded(folder: Path, some: dict[str, set[str]]) -> dict[str, dict[str, float]]:
+    """For each function the tests that enter it, with their seconds; of some tests, some of their cases.
 
     Of a test with several cases all are meant: what the first one computes the others may find in a cache.
     """
     rows = [row for path in folder.glob("*.jsonl") for row in _rows(path) if "test" in row]
     cases: dict[str, dict[str, float]] = {}
     for row in rows:
-        cases.setdefault(function_of(row["test"]), {})[row["test"]] = row["seconds"]
+        function = function_of(row["test"])
+        if row["test"] in some.get(function, [row["test"]]):
+            cases.setdefault(function, {})[row["test"]] = row["seconds"]
     tests: dict[str, dict[str, float]] = {}
     for row in rows:
         for function in row["functions"]:

@@ -1,8 +1,9 @@
 """A pytest plugin: which functions each test enters, which branches all of them take, how long each takes.
 
-It writes lines of JSON into the folder ``.faults``: one for each test, and one for each file's new branches.
-A branch is a jump in the bytecode of ``src/onward`` and where it leads. ``sys.monitoring`` calls back once
-for each of them and each test, which costs a few per cent. Processes that tests start are not seen.
+It writes lines of JSON into the folder ``.faults``: one for each test, and one for the branches that nobody
+took before it in this process, which are numbered in that order. A branch is a jump in the bytecode of
+``src/onward`` and where it leads. ``sys.monitoring`` calls back once for each of them and each test, which
+costs a few per cent. Processes that tests start are not seen.
 """
 
 import json
@@ -10,6 +11,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from types import CodeType
 
 import pytest
 
@@ -19,8 +21,9 @@ MONITORING = getattr(sys, "monitoring", None)  # Python 3.12 and newer
 TOOL = 2  # that of profilers
 
 entered: set[str] = set()
-taken: dict[tuple[str, int, str, int], set[int]] = {}
-written: set[tuple[object, ...]] = set()
+taken: dict[tuple[int, int], set[int]] = {}
+codes: dict[int, CodeType] = {}  # by their identity: to hash one takes long
+numbers: dict[tuple[int, int, int], int] = {}
 
 
 def _file(code):
@@ -35,10 +38,13 @@ def _entered(code, _offset):
 
 
 def _taken(code, offset, destination):
-    """Not asked again where both ways have been taken, or where the code is not ours."""
-    if not (file := _file(code)):
-        return MONITORING.DISABLE
-    ways = taken.setdefault((file, code.co_firstlineno, code.co_qualname, offset), set())
+    """Not asked again in this test where both ways have been taken, or where the code is not ours."""
+    ways = taken.get((id(code), offset))
+    if ways is None:
+        if _file(code) is None:
+            return MONITORING.DISABLE
+        codes[id(code)] = code
+        ways = taken[id(code), offset] = set()
     ways.add(destination)
     return MONITORING.DISABLE if len(ways) == 2 else None
 
@@ -48,7 +54,8 @@ def _write(row):
         file.write(json.dumps(row) + "\n")
 
 
-def pytest_configure():
+def pytest_configure(config):
+    config.option.all_cases = True
     if MONITORING is None:
         raise pytest.UsageError("tests.faults.record needs Python 3.12 or newer")
     FOLDER.mkdir(exist_ok=True)
@@ -62,24 +69,39 @@ def pytest_configure():
 def pytest_unconfigure():
     MONITORING.set_events(TOOL, 0)
     MONITORING.free_tool_id(TOOL)
-    _write_branches()
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item, nextitem):
+def pytest_runtest_protocol(item):
     entered.clear()
+    taken.clear()
     MONITORING.restart_events()
-    start = time.perf_counter()
+    start, before = time.perf_counter(), os.times()
     result = yield
-    took = time.perf_counter() - start
-    _write({"test": item.nodeid, "seconds": round(took, 4), "functions": sorted(entered)})
-    if nextitem is None or nextitem.path != item.path:
-        _write_branches()
+    took, (own, system, children, theirs) = time.perf_counter() - start, os.times()[:4]
+    row = {
+        "test": item.nodeid,
+        "seconds": round(took, 4),
+        "cpu": round(own + system - before[0] - before[1], 2),
+        "cpu of processes": round(children + theirs - before[2] - before[3], 2),
+        "functions": sorted(entered),
+        "branches": _numbers_of_ways(),
+    }
+    _write(row)
     return result
 
 
-def _write_branches():
-    found = {(*site, way) for site, ways in list(taken.items()) for way in ways} - written
-    written.update(found)
-    if found:
-        _write({"branches": sorted(found)})
+def _numbers_of_ways():
+    """The numbers, in this process, of the ways that the test took; what is new is written down."""
+    found, new = [], []
+    for (identity, offset), ways in list(taken.items()):
+        code = codes[identity]
+        for way in list(ways):
+            key = (identity, offset, way)
+            if key not in numbers:
+                numbers[key] = len(numbers)
+                new.append([_file(code), code.co_firstlineno, code.co_qualname, offset, way])
+            found.append(numbers[key])
+    if new:
+        _write({"ways": new})  # numbered in the order of the file
+    return sorted(found)
