@@ -126,3 +126,25 @@ def test_what_was_chosen_for_other_activations_is_refused():
     program = ow.SGD(0.1).minimize(unrolled, LAYERS, X)
     with pytest.raises(GraphError, match=r"recompute\(roll\(program\), budget\)"):
         keeping(program, ("one", "that", "roll", "took", "away"), ())
+
+
+INNER = {
+    "a gradient": lambda w, x: w - 0.1 * jax.grad(lambda w: jnp.mean(jnp.tanh(jnp.sin(x @ w)) ** 2))(w),
+    "a vjp": lambda w, x: w + 0.1 * jax.vjp(lambda w: jnp.exp(-((x @ w) ** 2)), w)[1](jnp.cos(x @ w))[0],
+}
+
+
+@pytest.mark.parametrize("inner", INNER.values(), ids=INNER)
+def test_a_turn_may_take_a_gradient_of_its_own(inner):
+    """It is part of the forward pass of the loop, whatever it is within the turn."""
+
+    def loss(w, x):
+        w, _ = jax.lax.scan(lambda w, _: (inner(w, x), None), w, None, length=3)
+        return jnp.mean((x @ w) ** 2)
+
+    program = ow.SGD(0.1).minimize(loss, STACKED[0], X)
+    found = recompute(program, budget=0.9)
+    assert found.ops != program.ops
+    step = ow.compile(found, fetch=["grad(w)"])
+    _, out = step(step.init(STACKED[0]), X)
+    np.testing.assert_allclose(out["grad(w)"], jax.grad(loss)(STACKED[0], X), rtol=1e-4, atol=1e-6)

@@ -188,3 +188,45 @@ def test_no_program_is_refused():
 @pytest.mark.parametrize(("most", "tick"), [(1, 1), (4, 1), (5, 2), (8, 2), (1000, 256), (1024, 256)])
 def test_marks_are_round_and_some_four(most, tick):
     assert _tick(most) == tick
+
+
+@pytest.mark.parametrize("where", ["beside", "in a loop"])
+def test_a_loss_that_prints_is_looked_at_as_any_other(where, capfd):
+    def loss(w, x):
+        def layer(h, _):
+            if where == "in a loop":
+                jax.debug.print("h {}", h.sum())
+            return jnp.tanh(h @ w), None
+
+        h, _ = jax.lax.scan(layer, x, None, length=4)
+        if where == "beside":
+            jax.debug.callback(lambda h: None, h)
+        return jnp.mean(h**2)
+
+    w, x = jnp.eye(4), jnp.ones((64, 4))
+    program = ow.SGD(0.1).minimize(loss, w, x)
+    assert ow.memory(program, tune=False).peak > 0
+    assert str(ow.summary(program)).startswith("Program loss: 1 feed")
+    assert str(ow.diff(program, ow.accumulate(program, 2)))
+    step = ow.compile(program)
+    _, out = step(step.init(w), x)
+    jax.effects_barrier()
+    once = np.tanh(np.tanh(np.tanh(np.tanh(1.0))))
+    np.testing.assert_allclose(out.loss, once**2, rtol=1e-5)
+    assert ("h 256" in capfd.readouterr().out) == (where == "in a loop")
+
+
+def test_arrays_without_numbers_are_looked_at_and_trained():
+    def loss(p, x):
+        return jnp.mean((x @ p["w"] @ p["v"] + p["b"]) ** 2)
+
+    params, x = {"w": jnp.ones((4, 0)), "v": jnp.ones((0, 3)), "b": jnp.ones(3)}, jnp.ones((8, 4))
+    program = ow.SGD(0.1).minimize(loss, params, x)
+    expected = 1 - 0.1 * jax.grad(loss)(params, x)["b"]
+    for p in (program, ow.accumulate(program, 2), ow.mixed_precision(program, "float8")):
+        assert ow.memory(p, tune=False).peak > 0
+        step = ow.compile(p)
+        state, _ = step(step.init(params), x)
+        np.testing.assert_allclose(state["b"], expected, rtol=1e-2)
+        assert state["w"].shape == (4, 0)
+    assert "2 devices" in str(ow.layout(program, devices=2))

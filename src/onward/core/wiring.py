@@ -135,6 +135,8 @@ def _permuted(call: Call) -> Ties:
 def _reshaped(call: Call) -> Ties:
     """The outermost dimensions of what is as long before as after."""
     before, after = call.operands[0].shape, call.results[0].shape
+    if 0 in before:  # whose lengths do not tell what belongs together
+        return
     i = j = 0
     while i < len(before) and j < len(after):
         first, second = i, j

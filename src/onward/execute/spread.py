@@ -116,7 +116,7 @@ class Spread:
 
     def _cut(self, x: Any) -> Any:
         """An array laid end to end as one part for each device."""
-        return x.reshape(self.replicas.count, -1, *x.shape[1:])
+        return x.reshape(self.replicas.count, x.shape[0] // self.replicas.count, *x.shape[1:])
 
     def shardings(self, *groups: Sequence[Variable]) -> dict[str, Any]:
         """Where the compiled step takes its arrays from, group by group, and where it leaves them."""
@@ -194,7 +194,7 @@ def _axis(placement: Placement) -> int | None:
 
 def _joined(x: Any) -> Any:
     """The parts of all devices, laid end to end."""
-    return x.reshape(-1, *x.shape[2:])
+    return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
 
 def on_one_device(values: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -218,6 +218,8 @@ class FusedSteps:
 
     def _displaces(self, step: Equation) -> bool:
         """Whether it puts numbers elsewhere than where they stood; one that cuts nothing off does not."""
+        if not step.outputs:  # such as a callback
+            return False
         moves = of(step.kind).moves
         is_whole = all(v.size == step.outputs[0].size for v in step.inputs)
         return moves is Moves.PERMUTES or (moves in _ELSEWHERE and not is_whole)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import jax
@@ -103,4 +104,5 @@ def _with_turns(x: Any, contracted: Sequence[int], batched: Sequence[int]) -> An
     along, beside = [0, *(d + 1 for d in contracted)], [d + 1 for d in batched]
     rest = [d for d in range(x.ndim) if d not in (*along, *beside)]
     ordered = jnp.transpose(x, (*along, *beside, *rest))
-    return ordered.reshape(-1, *ordered.shape[len(along) :])
+    count = len(along)
+    return ordered.reshape(prod(ordered.shape[:count]), *ordered.shape[count:])

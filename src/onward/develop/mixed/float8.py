@@ -33,7 +33,7 @@ Dimensions = tuple[tuple[Axes, Axes], tuple[Axes, Axes]]
 def largest(x: Any) -> Any:
     """The largest absolute value that is finite, in float32; no gradient passes."""
     x = lax.stop_gradient(x)
-    return jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0)).astype(jnp.float32)
+    return jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0), initial=0).astype(jnp.float32)
 
 
 @jax.jit

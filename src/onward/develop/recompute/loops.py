@@ -82,7 +82,9 @@ class _Turn:
         parts = ScanTurn.of(body) if len(body.equations) == 1 else None
         if parts is None or len(parts.program.outputs) != len(body.out_avals):  # some are read by nobody
             return None
-        return _Turn(op, parts)
+        # A gradient that the function takes within a turn is part of the forward pass of the loop.
+        ops = tuple(replace(op, made_by=Pass.FORWARD) for op in parts.program.ops)
+        return _Turn(op, replace(parts, program=replace(parts.program, ops=ops)))
 
     @property
     def program(self) -> Program:

@@ -115,10 +115,11 @@ class _Uses:
         owned = [(v, i) for v, i in members if v.kind is Kind.PARAMETER and v in self.found.weights]
         own = sorted((d for d in owned if d[0] in self.state), key=lambda d: d[0].name)
         parameters = {v for v, _ in own}
-        if len(parameters) < len(own) or not own:
+        covered = sum(map(size, parameters))
+        if len(parameters) < len(own) or not covered:
             return None
         divides = gcd(*(v.shape[i] for v, i in members))
-        return SplitFamily(family, tuple(own), divides, sum(map(size, parameters)), self.summed[family])
+        return SplitFamily(family, tuple(own), divides, covered, self.summed[family])
 
     @property
     def state(self) -> frozenset[Variable]:
