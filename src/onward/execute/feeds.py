@@ -121,6 +121,20 @@ class Feeds:
         Raises:
             ArgumentError: a value that is not an array, or of another dtype.
         """
+        arrays = [self._converted(value, v) for value, v in zip(values, self.program.inputs, strict=True)]
+        for v, array in zip(self.program.inputs, arrays, strict=True):
+            self._expect_axes(array, v)
+        return arrays
+
+    @uninterrupted
+    def converted(self, values: Sequence[Any]) -> list[Any]:
+        """The values as ``convert`` gives them, of any number of axes: for a function of plain arrays.
+
+        Raises:
+            ArgumentError: what no step takes: no array, a masked one, another dtype, or a label out of range.
+        """
+        self._expect_unmasked(values)
+        self.check_bounds(values)
         return [self._converted(value, v) for value, v in zip(values, self.program.inputs, strict=True)]
 
     def _stacked(self, value: Sequence[Any], v: Variable) -> Any:
@@ -145,20 +159,24 @@ class Feeds:
             raise ArgumentError(
                 f"{self.program.name}: {v.name!r} is {describe(value)}; expected an array {v.type}."
             )
-        if not fits(found, v):
+        if not fits(found, v) and not (is_weak(value) and fits(found.update(weak_type=True), v)):
             raise ArgumentError(
                 f"{self.program.name}: {v.name!r} is {found.dtype}{list(found.shape)}; expected {v.type}. "
                 f"{_conversion(v)}, or trace with that dtype."
             )
-        if len(found.shape) != len(v.shape):
-            raise ArgumentError(
-                f"{self.program.name}: {v.name!r} is {found.dtype}{list(found.shape)}, of {len(found.shape)} "
-                f"axes; expected {len(v.shape)}, as in {v.type}. Another batch size is fine; for another "
-                "number of axes, trace the function again."
-            )
-        if isinstance(value, jax.Array):
+        if isinstance(value, jax.core.Tracer):
+            return value if value.dtype == v.dtype else value.astype(v.dtype)
+        if isinstance(value, jax.Array) and value.dtype == v.dtype:
             return value
         return self._narrowed(np.asarray(value), v)
+
+    def _expect_axes(self, array: Any, v: Variable) -> None:
+        if len(array.shape) != len(v.shape):
+            raise ArgumentError(
+                f"{self.program.name}: {v.name!r} is {array.dtype}{list(array.shape)}, of "
+                f"{len(array.shape)} axes; expected {len(v.shape)}, as in {v.type}. Another batch size is "
+                "fine; for another number of axes, trace the function again."
+            )
 
     def _no_numbers(self, value: Any, v: Variable) -> str:
         """The error message for an array of strings, objects or Python integers that no device can hold."""
@@ -191,6 +209,11 @@ class Feeds:
                 "trace with a wider dtype (jax_enable_x64)."
             )
         return narrow
+
+
+def is_weak(value: Any) -> bool:
+    """Whether an array of JAX stands for a Python number, as ``jnp.asarray(2)`` and a number under jit do."""
+    return isinstance(value, jax.Array) and bool(value.weak_type)
 
 
 def is_on_host(value: Any) -> bool:

@@ -13,6 +13,7 @@ from onward.core.lower import lower
 from onward.core.program import Program, Variable
 from onward.core.recipe import rebuilt
 from onward.core.structure import Structure
+from onward.execute.feeds import Feeds
 from onward.execute.state import State
 
 
@@ -20,7 +21,7 @@ def applied(program: Program, state: State, parameters: Any, data: Sequence[Any]
     """The results of a forward Program for these parameters and data; all else that it reads is in the State.
 
     Raises:
-        ArgumentError: other containers or shapes than it takes, or the wrong number of arguments.
+        ArgumentError: other containers, shapes or dtypes than it takes, or the wrong number of arguments.
     """
     signature = program.signature
     if signature is None or len(signature.data) != len(data):
@@ -37,18 +38,30 @@ def applied(program: Program, state: State, parameters: Any, data: Sequence[Any]
         if data
         else []
     )
+    arrays = _converted(program, arrays)
     return _returned(_fitting(program, arrays), state, {v.name: x for v, x in given.items()}, arrays)
+
+
+def _converted(program: Program, arrays: list[list[Any]]) -> list[list[Any]]:
+    """The data in the dtypes of the Program, where a step would take it; what nothing reads stays as it is."""
+    fed = _fed(program, arrays)
+    read = Feeds(program).converted([fed[v] for v in program.inputs])
+    fed |= dict(zip(program.inputs, read, strict=True))
+    assert program.signature is not None
+    return [[fed[v] for v in s.variables] for s in program.signature.data]
+
+
+def _fed(program: Program, arrays: list[list[Any]]) -> dict[Variable, Any]:
+    assert program.signature is not None
+    pairs = zip(program.signature.data, arrays, strict=True)
+    return {v: x for s, xs in pairs for v, x in zip(s.variables, xs, strict=True)}
 
 
 def _returned(program: Program, state: State, given: dict[str, Any], arrays: list[list[Any]]) -> Any:
     signature = program.signature
     assert signature is not None
     kept = [given[v.name] if v.name in given else state[v.name] for v in program.state]
-    fed = {
-        v: x
-        for s, xs in zip(signature.data, arrays, strict=True)
-        for v, x in zip(s.variables, xs, strict=True)
-    }
+    fed = _fed(program, arrays)
     wanted = signature.result.variables
     results = lower(program, wanted)(kept, [jnp.asarray(fed[v], v.dtype) for v in program.inputs])
     return signature.result.unflatten(results)

@@ -110,7 +110,7 @@ class Model(ByName, NotPickled, Pointing):
             data: arrays, in the order of the network.
 
         Raises:
-            ArgumentError: other containers, names or shapes than the network takes.
+            ArgumentError: other containers, names, shapes or dtypes than the network takes, as of a step.
 
         Example:
             >>> import jax.numpy as jnp, onward as ow
