@@ -722,3 +722,54 @@ def test_a_negative_cost_of_an_older_file_is_taken_for_unknown(tmp_path, monkeyp
     path = ow.save(ow.Model(program, jnp.ones(3)), tmp_path / "older.model")
     costs = [ow.cost(op) for op in ow.load(path).topology.ops]
     assert {(cost.flops, cost.read) for cost in costs} == {(0, 12)}
+
+
+def mean_square(p, x):
+    return jnp.mean((x @ p["w"] + p["b"]) ** 2)
+
+
+LINEAR = {
+    "w": np.ones((4, 3), "float32"),
+    "b": np.ones(3, "float32"),
+}  # no number of it is divided by 2 devices
+ROWS = np.arange(32, dtype="float32").reshape(8, 4) / 32
+
+
+@pytest.mark.parametrize("as_program", [True, False], ids=["Program", "step"])
+def test_the_parts_of_slots_of_several_devices_are_put_together(tmp_path, as_program):
+    program = ow.Momentum(0.1).minimize(mean_square, LINEAR, ROWS)
+    several = ow.compile(ow.replicate(program, devices=2, merge=ow.Sharded()))
+    state, _ = several(several.init(LINEAR), ROWS)
+    assert state["b/velocity"].shape == (4,)
+    path = ow.save(program if as_program else ow.compile(program), tmp_path / "m", state)
+    again, begun = ow.load_step(path)
+    found, out = again(begun, ROWS)
+    expected, out_of_several = several(state, ROWS)
+    np.testing.assert_allclose(out.loss, out_of_several.loss, rtol=1e-6)
+    np.testing.assert_allclose(found["w"], expected["w"], rtol=1e-6)
+    np.testing.assert_allclose(found["b/velocity"], expected["b/velocity"][:3], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "text"),
+    {
+        "shapes": (
+            {"w": np.ones((4, 2), "float32"), "b": np.ones(2, "float32")},
+            r"'w' is float32\[4, 2\], expected float32\[4,3\].*Nothing was saved",
+        ),
+        "dtypes": (
+            jax.tree.map(lambda x: jnp.asarray(x, "bfloat16"), LINEAR),
+            r"'w' is bfloat16\[4, 3\], expected float32\[4,3\]",
+        ),
+    }.values(),
+    ids=["shapes", "dtypes"],
+)
+def test_the_state_of_another_program_is_refused_and_an_older_file_stays(tmp_path, parameters, text):
+    program = ow.Momentum(0.1).minimize(mean_square, LINEAR, ROWS)
+    path = tmp_path / "m"
+    path.write_text("an older one")
+    other = ow.compile(ow.Momentum(0.1).minimize(mean_square, parameters, ROWS)).init(parameters)
+    for what in (program, ow.compile(program), ow.trace(mean_square, LINEAR, ROWS)):
+        with pytest.raises(ow.ArgumentError, match=text):
+            ow.save(what, path, other)
+    assert path.read_text() == "an older one"

@@ -43,7 +43,7 @@ def applied(program: Program, state: State, parameters: Any, data: Sequence[Any]
 
 
 def _converted(program: Program, arrays: list[list[Any]]) -> list[list[Any]]:
-    """The data in the dtypes of the Program, where a step would take it; what nothing reads stays as it is."""
+    """The data in the dtypes of the Program, where a step would take it; what nothing reads stays."""
     fed = _fed(program, arrays)
     read = Feeds(program).converted([fed[v] for v in program.inputs])
     fed |= dict(zip(program.inputs, read, strict=True))

@@ -27,6 +27,7 @@ from onward.serve.export import container
 from onward.serve.export.agreement import are_alike
 from onward.serve.export.batches import Shapes, fixed_data, writings
 from onward.serve.export.finite import nonfinite
+from onward.serve.export.of_state import values_of
 from onward.serve.export.writing import Writing
 
 FORMAT = 1
@@ -54,7 +55,8 @@ def save(
     Args:
         what: a Model, or a step that ``compile`` returned; or a Program, forward or training.
         path: the file, such as ``"trained.model"``.
-        state: the State of a step or a Program; a Model has its own.
+        state: the State of a step or a Program; a Model has its own. It may be that of the same training on
+            several devices, whose parts are put together.
         batch: the lengths of batches that it should take. None: any; a network that cannot be traced without
             knowing the length takes the one it was traced with, and 1 where it answers and does not train,
             and a warning says so.
@@ -69,7 +71,7 @@ def save(
 
     Raises:
         ArgumentError: neither a Model nor a step, a network that calls Python back, or a replicated step;
-            with ``trainable``, a network without a derivative.
+            the State of another Program; with ``trainable``, a network without a derivative.
         NonFiniteError: a parameter holds NaN or infinity, or the state of the network NaN.
         ModelFileError: the file cannot be written.
 
@@ -149,7 +151,7 @@ def _taken(what: Any, state: State | None, trainable: bool) -> tuple[Program, di
             f"{what.program.name!r} is a Program for {what.program.replicas.count} devices, which a file "
             "cannot hold. Compile the Program as it was before replicate, and save that step with the State."
         )
-    return what.program, {v: state[v.name] for v in what.program.state}, "training"
+    return what.program, values_of(what.program, state), "training"
 
 
 def _trained(values: Mapping[Variable, Any], kind: str) -> Mapping[Variable, Any]:
@@ -166,7 +168,7 @@ def _of_program(program: Program, state: State | None) -> tuple[Model | Step, St
         )
     if program.updates:
         return Step(program, (), donate=True, tuning=Tuning(False, False)), state
-    return Model.of(program, {v: state[v.name] for v in program.state}, {}), None
+    return Model.of(program, values_of(program, state), {}), None
 
 
 def _learning(
