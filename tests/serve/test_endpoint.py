@@ -630,13 +630,26 @@ def test_a_busy_port_is_told() -> None:
             {},
             r"returns cross_entropy_0 float32\[\], and nothing with a row for each example .*, 'head'",
         ),
-        ({"outputs": ["head"], "max_batch": 0}, "max_batch is 0; expected a number above 0"),
+        ({"outputs": ["head"], "max_batch": 0}, "max_batch is 0; expected a whole number, at least 1"),
+        ({"max_batch": "8"}, "max_batch is '8'; expected a whole number"),
+        ({"max_batch": 2.5}, "max_batch is 2.5; expected a whole number"),
+        ({"max_waiting": None}, "max_waiting is None; expected a whole number"),
+        ({"max_memory": "much"}, "max_memory is 'much'; expected bytes, a whole number or such as '64MB'"),
+        ({"max_body": True}, "max_body is True; expected bytes"),
+        ({"timeout": None}, "timeout is None; expected seconds, a number above 0"),
+        ({"timeout": 0}, "timeout is 0; expected seconds, a number above 0"),
+        ({"latency": "0"}, "latency is '0'; expected seconds from 0"),
         ({"outputs": ["head"], "latency": -1}, "latency is -1; expected seconds from 0"),
     ],
 )
 def test_an_endpoint_that_cannot_be(model: ow.Model, arguments: Any, sentence: str) -> None:
     with pytest.raises(ow.ArgumentError, match=sentence):
         Endpoint(model, **arguments)
+
+
+def test_memory_is_given_with_a_unit_or_without(model: ow.Model) -> None:
+    endpoint = Endpoint(model, outputs="head", max_batch=4, max_memory="2GB", max_body="1 MiB")
+    assert (endpoint.room.most, endpoint.max_body) == (2 * 10**9, 2**20)
 
 
 def test_other_things_are_no_models() -> None:
@@ -683,6 +696,29 @@ def test_small_integers_come_as_json_numbers_and_other_byte_orders_as_npy():
         np.save(body, np.array([[2, 4]], ">f4"))
         status, answer, _ = ask("/predict", body.getvalue(), content_type="application/x-npy")
         assert (status, [*answer["outputs"].values()]) == (200, [[[1.0, 2.0]]])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_fractions_are_rounded_to_narrow_floats(dtype: str) -> None:
+    def network() -> Any:
+        return ow.data("x", (None, 2), dtype) * 2
+
+    plan = RequestPlan.of(ow.Model(network), ())
+    for size in (0, LARGE):
+        found = _read_or_refused(plan, b'{"x": [[0.1, 2.5], [3, 4]]}'.ljust(size))["x"]
+        np.testing.assert_array_equal(found, jnp.array([[0.1, 2.5], [3, 4]], dtype))
+        assert found.dtype == dtype
+        for beyond in (b"1e39", b"1" + b"0" * 300, b"-70000" if dtype == "float16" else b"-1e300"):
+            refused = _read_or_refused(plan, (b'{"x": [[%s, 2]]}' % beyond).ljust(size))
+            assert re.search("beyond what|no array can hold", refused.sentence)
+
+
+def test_what_no_npy_file_can_hold_is_rounded_from_what_it_can() -> None:
+    plan = RequestPlan.of(ow.Model(lambda: ow.data("x", (None, 2), "bfloat16") * 2), ())
+    body = io.BytesIO()
+    np.save(body, np.array([[0.1, 2.5]], "float32"))
+    found = read(body.getvalue(), "application/x-npy", plan, 2**20)["x"]
+    np.testing.assert_array_equal(found, jnp.array([[0.1, 2.5]], "bfloat16"))
 
 
 # ---------------------------------------------------------------------------- memory, trials, choices

@@ -731,7 +731,7 @@ def mean_square(p, x):
 LINEAR = {
     "w": np.ones((4, 3), "float32"),
     "b": np.ones(3, "float32"),
-}  # no number of it is divided by 2 devices
+}  # of sizes that 2 devices do not divide
 ROWS = np.arange(32, dtype="float32").reshape(8, 4) / 32
 
 

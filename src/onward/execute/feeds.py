@@ -141,7 +141,7 @@ class Feeds:
         try:
             array = np.asarray(value)
             whole = array.dtype.kind in "bi" and jax.numpy.issubdtype(v.dtype, np.floating)
-            return array.astype(v.dtype) if whole else array
+            return self._narrowed(array, v) if whole else array
         except ValueError as error:
             raise ArgumentError(
                 f"{self.program.name}: {v.name!r} is {describe(value)} that is not an array ({error}); "

@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from textwrap import fill
 from typing import Any, NoReturn
 
+from onward.core.amounts import whole_bytes
 from onward.core.errors import nearest
 
 _WIDTH = 78
@@ -67,6 +68,14 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a number of at least 1")
     return int(text)
+
+
+def amount(text: str) -> int:
+    """A number of bytes, with a unit or without."""
+    found = whole_bytes(int(text) if text.isdecimal() else text)
+    if found is None or found < 1:
+        raise argparse.ArgumentTypeError(f"{text} is neither a number of bytes nor one with a unit, as 16MiB")
+    return found
 
 
 def count(text: str) -> int:

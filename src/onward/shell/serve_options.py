@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from onward.serve.endpoint.endpoint import Endpoint
-from onward.shell.options import add_command, count, positive, seconds
+from onward.shell.options import add_command, amount, count, positive, seconds
 
 
 def add_serve(commands: Any) -> None:
@@ -99,10 +99,10 @@ LIMITS: tuple[tuple[str, Any, Any, str, str], ...] = (
     ("--max-batch", positive, 32, "N", "examples computed at once, and in one request at most"),
     ("--latency", seconds, "0.002", "SECONDS", "how long a request may wait for others to be computed with"),
     ("--timeout", seconds, "30", "SECONDS", "for a body to come, and for an answer to be computed"),
-    ("--max-body", positive, 16 * 2**20, "BYTES", "that a request may have"),
+    ("--max-body", amount, 16 * 2**20, "BYTES", "that a request may have"),
     (
         "--max-memory",
-        positive,
+        amount,
         2**30,
         "BYTES",
         "that the bodies of all requests and what they are read into may take",

@@ -158,7 +158,7 @@ def _surplus(name: str, plan: RequestPlan) -> str:
 
 
 def _converted(given: Mapping[str, Any], plan: RequestPlan) -> Arrays:
-    values = [_array(x, given[x.name], plan) for x in plan.inputs]
+    values = [_as_npy_can_tell(x, _array(x, given[x.name], plan)) for x in plan.inputs]
     for x, value in zip(plan.inputs, values, strict=True):
         _expect_dtype(x, value)
     try:
@@ -177,6 +177,21 @@ def _array(x: Input, value: Any, plan: RequestPlan) -> np.ndarray:
     shape, leaves = _flat(x, value, plan)
     _expect_shape(x, shape, plan)
     return _listed(x, leaves, plan).reshape(shape)
+
+
+def _as_npy_can_tell(x: Input, value: np.ndarray) -> np.ndarray:
+    """Floats rounded to a dtype that no npy file can hold, such as bfloat16; anything else as it is."""
+    is_rare = x.variable.dtype.kind == "V" and jax.numpy.issubdtype(x.variable.dtype, np.floating)
+    return _rounded(x, value) if is_rare and value.dtype.kind == "f" else value
+
+
+def _rounded(x: Input, array: np.ndarray) -> np.ndarray:
+    """The numbers in the narrow dtype of an input; refused where one of them would become infinite."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        narrow = array.astype(x.variable.dtype)
+    if np.any(np.isfinite(array) & ~np.isfinite(narrow.astype(np.float32))):
+        raise Refusal(422, f"{x.name!r} holds a number beyond what {x.variable.dtype} can hold.")
+    return narrow
 
 
 def _expect_shape(x: Input, found: tuple[int, ...], plan: RequestPlan) -> None:
@@ -234,6 +249,8 @@ def _listed(x: Input, leaves: list[Any], plan: RequestPlan) -> np.ndarray:
         raise Refusal(422, sentence)
     if array.dtype.kind == "f" and not np.isfinite(array).all():
         raise Refusal(422, f"{x.name!r} holds a number beyond what {x.variable.dtype} can hold.")
+    if x.variable.dtype.itemsize < 4 and jax.numpy.issubdtype(x.variable.dtype, np.floating):
+        return _rounded(x, array)
     if array.dtype.kind not in "bi" or not jax.numpy.issubdtype(x.variable.dtype, np.number):
         return array
     if jax.numpy.issubdtype(x.variable.dtype, np.integer) and array.size:

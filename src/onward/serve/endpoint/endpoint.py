@@ -36,7 +36,7 @@ class Endpoint(ModelService):
         latency: seconds for which a request waits for others at most. It waits only where others were there
             lately: a client that is alone never does.
         timeout: seconds that a body may take to come, and an answer to be computed.
-        max_body: bytes that a request may have.
+        max_body: bytes that a request may have, a whole number or such as ``"16MiB"``.
         max_memory: bytes that the bodies of all requests in flight, and what they are read into, may take
             together; further ones are refused, to be asked again later. A body of JSON takes up to 10 times
             its size while it is read (its first 256 KiB 32 times), npy and npz 4 times.

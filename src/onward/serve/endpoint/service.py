@@ -6,8 +6,10 @@ from collections.abc import Iterable
 from threading import Lock
 from typing import Any
 
+from onward.core.amounts import bytes_of
 from onward.core.errors import ArgumentError
 from onward.core.extras import require
+from onward.core.structure import describe, expect_count, is_number
 from onward.serve.endpoint.batcher import Batcher
 from onward.serve.endpoint.metrics import Counters
 from onward.serve.endpoint.room import Room
@@ -28,24 +30,21 @@ class ModelService:
         join: bool = True,
         latency: float = 0.002,
         timeout: float = 30.0,
-        max_body: int = 16 * 2**20,
-        max_memory: int = 2**30,
+        max_body: int | str = 16 * 2**20,
+        max_memory: int | str = 2**30,
         max_waiting: int = 1024,
         reload_token: str | None = None,
         hosts: Iterable[str] = (),
         allow_nonfinite: bool = False,
     ) -> None:
-        _expect_positive(max_batch=max_batch, timeout=timeout, max_body=max_body, max_waiting=max_waiting)
-        _expect_positive(max_memory=max_memory)
-        if not 0 <= latency < timeout:
-            raise ArgumentError(
-                f"latency is {latency}; expected seconds from 0 to below the timeout, {timeout}."
-            )
+        expect_count(max_batch, "max_batch")
+        expect_count(max_waiting, "max_waiting")
+        _expect_seconds(timeout, latency)
         require("starlette.applications", "serve")
         self._outputs = (outputs,) if isinstance(outputs, str) else tuple(outputs)
-        self.max_batch, self.timeout, self.max_body = max_batch, timeout, max_body
+        self.max_batch, self.timeout, self.max_body = max_batch, timeout, bytes_of(max_body, "max_body")
         self.join, self.reload_token = join, reload_token
-        self.room = Room(max_memory)
+        self.room = Room(bytes_of(max_memory, "max_memory"))
         self._hosts = (hosts,) if isinstance(hosts, str) else tuple(hosts)
         self.names: tuple[str, ...] | None = None
         self._allow_nonfinite = allow_nonfinite
@@ -131,7 +130,10 @@ class ModelService:
         return path
 
 
-def _expect_positive(**numbers: float) -> None:
-    for name, value in numbers.items():
-        if not value > 0:
-            raise ArgumentError(f"{name} is {value}; expected a number above 0.")
+def _expect_seconds(timeout: float, latency: float) -> None:
+    if not is_number(timeout) or not timeout > 0:
+        raise ArgumentError(f"timeout is {describe(timeout)}; expected seconds, a number above 0.")
+    if not is_number(latency) or not 0 <= latency < timeout:
+        raise ArgumentError(
+            f"latency is {describe(latency)}; expected seconds from 0 to below the timeout, {timeout}."
+        )
