@@ -56,7 +56,8 @@ TOPICS = {
         ),
     ),
     "core-walk": Topic(
-        "Walking, showing, counting", ("core.walk", "core.show", "core.cost", "core.homes", "develop.graph")
+        "Walking, showing, counting",
+        ("core.walk", "core.printed", "core.cost", "core.homes", "develop.graph"),
     ),
     "core-errors": Topic("Errors", ("core.errors",)),
     "core-types": Topic("Types to annotate with", ("typing",)),

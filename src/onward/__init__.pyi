@@ -20,9 +20,9 @@ from onward.core.errors import StateError as StateError
 from onward.core.errors import TraceError as TraceError
 from onward.core.errors import UnknownNameError as UnknownNameError
 from onward.core.errors import UnreachedWarning as UnreachedWarning
+from onward.core.printed import show as show
 from onward.core.program import Op as Op
 from onward.core.program import Program as Program
-from onward.core.show import show as show
 from onward.core.transform import transform as transform
 from onward.core.variable import Variable as Variable
 from onward.core.walk import prune as prune

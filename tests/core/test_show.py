@@ -93,3 +93,18 @@ def test_an_op_of_many_parameters_stays_readable():
     assert "(p/0" in f"({clip.outputs[0].name.removeprefix('clip_by_global_norm(grad(')}"
     assert str(clip).count("more)") == 2
     assert "... (16 more) = clip_by_global_norm(" in str(clip)
+
+
+def test_only_one_number_is_marked_as_the_loss():
+    def scores(w, x):
+        return x @ w
+
+    scored, w = (jnp.ones(shape) for shape in ((2, 3), (3,)))
+    assert "(the loss)" not in str(ow.trace(scores, w, scored))
+    assert "(the loss)" not in str(ow.trace(lambda w, x: jnp.argmax(x @ w), w, scored))
+    assert str(ow.trace(lambda w, x: jnp.sum(x @ w), w, scored)).endswith("reduce_sum  (the loss)")
+
+
+def test_what_is_shown_is_a_program():
+    with pytest.raises(ow.ArgumentError, match="show was given the function 'loss'; expected a Program"):
+        ow.show(loss)

@@ -200,3 +200,9 @@ def test_prune_leaves_the_program_alone():
 def test_an_unknown_target_offers_the_nearest_name():
     with pytest.raises(LookupError, match=r"no Variable named 'sine'.*'sin'.*lists them all\.$"):
         ow.prune(PROGRAM, ["sine"])
+
+
+@pytest.mark.parametrize("targets", [None, 3], ids=repr)
+def test_targets_that_are_none_are_refused_in_the_words_of_prune(targets):
+    with pytest.raises(ow.ArgumentError, match=f"prune was given {targets}; expected what is to be"):
+        ow.prune(PROGRAM, targets)

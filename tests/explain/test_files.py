@@ -1,5 +1,6 @@
 """Everything that is drawn or printed as a file, in colours that any viewer knows."""
 
+from functools import partial
 from importlib.util import find_spec
 from xml.etree import ElementTree as ET
 
@@ -67,3 +68,10 @@ def test_a_new_folder_capital_letters_and_letters_that_xml_has_not(tmp_path):
 def test_another_ending_is_refused(tmp_path):
     with pytest.raises(ow.ArgumentError, match=r"'a.gif': the name ends in '.gif'. End it in one of .svg, "):
         ow.save_picture(PROGRAM, tmp_path / "a.gif")
+
+
+@pytest.mark.parametrize("path", [3, None, b"a.svg"], ids=repr)
+def test_what_is_no_path_is_refused(path):
+    for save in (ow.draw(PROGRAM).save, partial(ow.save_picture, PROGRAM)):
+        with pytest.raises(ow.ArgumentError, match=r"cannot be saved as .*; expected the name of a file"):
+            save(path)

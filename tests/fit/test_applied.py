@@ -117,3 +117,25 @@ def test_labels_out_of_range_are_refused():
     model = ow.Model(classify)
     with pytest.raises(ow.ArgumentError, match=r"'label' holds 3 at \[1\]"):
         model(model.parameters, np.array([0, 3]), np.ones((2, 4), "float32"))
+
+
+def test_a_loaded_model_says_what_takes_the_place_of_vmap(loaded):
+    x = np.full((3, 2, 4), 7, "uint8")
+    with pytest.raises(ow.GraphError, match=r"bytes.model holds the network as compiled code.*jax\.lax\.map"):
+        jax.vmap(loaded, (None, 0))(loaded.parameters, x)
+    each = jax.lax.map(lambda x: loaded(loaded.parameters, x), x)
+    np.testing.assert_array_equal(each, np.full((3, 2, 1), 28, "float32"))
+
+
+@pytest.mark.parametrize("empty", [{}, [], (), None, {"a": {}}], ids=str)
+def test_a_function_without_parameters_takes_what_it_was_traced_with_and_nothing(empty):
+    program = ow.trace(lambda p, x: 2 * x, empty, KINDS["float32"])
+    step, x = ow.compile(program), np.ones((2, 4), "float32")
+    for given in (empty, None):
+        model = ow.Model(program, given)
+        assert model.parameters == empty
+        np.testing.assert_array_equal(model(given, x), 2 * x)
+        np.testing.assert_array_equal(step(step.init(given), x)[1].value, 2 * x)
+    for other in ({"w": x}, [x], {"b": {}}):
+        with pytest.raises(ow.ArgumentError, match="reads no parameters, so it takes none"):
+            step.init(other)

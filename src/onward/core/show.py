@@ -77,36 +77,6 @@ class _ListingLine:
     source: str = ""
 
 
-def show(
-    program: Program, depth: int | None = None, source: bool = False, initializers: bool = False
-) -> None:
-    """Print a Program.
-
-    Args:
-        program: what to print.
-        depth: fold the scopes below this level.
-        source: add the user's file and line to every op.
-        initializers: add the operators that give state its first values, each run once.
-
-    >>> import jax, jax.numpy as jnp, onward as ow
-    >>> def loss(w, x):
-    ...     with jax.named_scope("block"):
-    ...         y = jnp.sin(w * x)
-    ...     return jnp.sum(y)
-    >>> ow.show(ow.trace(loss, jnp.ones(3), jnp.ones(3)), depth=1)
-    Program loss: 1 feed, 1 parameter (3 numbers), 3 ops
-    <BLANKLINE>
-    feed      │ f32[3]  x
-    parameter │ f32[3]  w
-    ──────────┼──────────────────────────────────────────────────────────────────────
-    forward   │ 2 ops   block: mul 1, sin 1
-              │ f32[]   reduce_sum = reduce_sum(block/sin, axes=(0,))
-    ──────────┼──────────────────────────────────────────────────────────────────────
-    return    │ f32[]   reduce_sum  (the loss)
-    """
-    print(listing(program, depth, source, initializers))
-
-
 def listing(
     program: Program, depth: int | None = None, source: bool = False, initializers: bool = False
 ) -> str:
@@ -221,9 +191,10 @@ def _indented(line: _ListingLine) -> _ListingLine:
 
 
 def _losses(program: Program) -> dict[Variable, str]:
-    """A remark for each loss: of several, with the parameters that it trains."""
+    """A remark for each loss: of several, with the parameters that it trains; a loss is one number."""
     told = {v: f"  (a loss, of {_first_names(trained)})" for v, trained in program.losses.items()}
-    return told if program.loss is None else {program.loss: "  (the loss)"}
+    alone = program.loss is not None and program.loss.is_float and not program.loss.shape
+    return {program.loss: "  (the loss)"} if program.loss is not None and alone else told
 
 
 def _first_names(variables: Sequence[Variable]) -> str:

@@ -95,7 +95,7 @@ def prune(program: Program, targets: str | Variable | Target | Sequence[str | Va
     >>> len(program.ops), len(ow.prune(program, ["mul"]).ops)
     (7, 1)
     """
-    outputs = tuple(dict.fromkeys(find(program, t) for t in listed(targets)))
+    outputs = tuple(dict.fromkeys(find(program, t) for t in _aimed(targets)))
     needed = needed_ops(program, outputs)
     used = set(outputs).union(*(op.inputs for op in needed))
     differentiated = {op.of for op in needed}
@@ -119,6 +119,16 @@ def prune(program: Program, targets: str | Variable | Target | Sequence[str | Va
         losses={v: trained for v, trained in program.losses.items() if v in outputs},
         hyperparameters=tuple(v for v in program.hyperparameters if v in used),
         bounds={v: bound for v, bound in program.bounds.items() if v in used},
+    )
+
+
+def _aimed(targets: Any) -> list[Any]:
+    """The targets of ``prune``, which have names of their own: patterns are for what changes many."""
+    if isinstance(targets, Iterable) or name_of(targets) is not None or isinstance(targets, Target):
+        return listed(targets)
+    raise ArgumentError(
+        f"prune was given {describe(targets)}; expected what is to be computed: a name, a Variable, or "
+        "several of them, prune(program, [program.loss]). print(program) lists all names."
     )
 
 

@@ -153,6 +153,8 @@ def by_name(program: Program, values: Any, place: Place = where_it_is) -> dict[V
     """Copies of values given by name, for some of the state."""
     if values is None:
         return {}
+    if _holds_nothing(program, values):
+        return {}
     if not program.state:
         raise ArgumentError(
             f"{program.name} reads no parameters, so it takes none: init(). What it computes depends on "
@@ -170,6 +172,14 @@ def by_name(program: Program, values: Any, place: Place = where_it_is) -> dict[V
             raise UnknownNameError(f"{program.name} keeps nothing named {name!r}. {nearest(name, state)}")
     given = {state[n]: stored(value, state[n], f"init: {n!r}") for n, value in values.items()}
     return {v: place(v, value) for v, value in given.items()}
+
+
+def _holds_nothing(program: Program, values: Any) -> bool:
+    """Whether these are the containers without an array that the Program was traced with."""
+    structure = None if program.signature is None else program.signature.parameters
+    if structure is None or structure.variables:
+        return False
+    return bool(jax.tree.structure(values) == structure.treedef)
 
 
 def seed_of(seed: int) -> Any:

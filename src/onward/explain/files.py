@@ -36,7 +36,7 @@ def save_picture(shown: Any, path: str | PathLike[str], dark: bool = False) -> P
         The path.
 
     Raises:
-        ArgumentError: the name ends otherwise.
+        ArgumentError: the name ends otherwise, or is none.
         MissingExtraError: a PNG, and resvg_py is not installed.
 
     Example:
@@ -46,7 +46,7 @@ def save_picture(shown: Any, path: str | PathLike[str], dark: bool = False) -> P
         ...     ow.save_picture(ow.summary(program), f"{folder}/costs.svg").name
         'costs.svg'
     """
-    made = Path(path)
+    made = picture_path(path)
     ending = made.suffix.lower()
     if ending not in ENDINGS:
         raise ArgumentError(
@@ -61,6 +61,15 @@ def save_picture(shown: Any, path: str | PathLike[str], dark: bool = False) -> P
     else:
         made.write_text(found, encoding="utf-8")
     return made
+
+
+def picture_path(path: object) -> Path:
+    """The path of a picture; raises ``ArgumentError`` for what is none."""
+    if not isinstance(path, str | PathLike):
+        raise ArgumentError(
+            f"A picture cannot be saved as {describe(path)}; expected the name of a file, such as 'step.svg'."
+        )
+    return Path(path)
 
 
 def _page(shown: Any) -> str:

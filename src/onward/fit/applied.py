@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from onward.core.errors import ArgumentError
+from onward.core.errors import ArgumentError, GraphError
 from onward.core.lower import lower
 from onward.core.program import Program, Variable
 from onward.core.recipe import rebuilt
@@ -22,6 +22,7 @@ def applied(program: Program, state: State, parameters: Any, data: Sequence[Any]
 
     Raises:
         ArgumentError: other containers, shapes or dtypes than it takes, or the wrong number of arguments.
+        GraphError: a Program from a file, through which ``jax.vmap`` does not go.
     """
     signature = program.signature
     if signature is None or len(signature.data) != len(data):
@@ -30,7 +31,8 @@ def applied(program: Program, state: State, parameters: Any, data: Sequence[Any]
             f"{program.name!r} was called with {len(data)} arguments after the parameters; expected "
             f"model(parameters, {', '.join(names)}), where model.parameters are its own."
         )
-    given = _values(signature.parameters, parameters, signature.names[0])
+    is_none = parameters is None and not signature.parameters.variables
+    given = {} if is_none else _values(signature.parameters, parameters, signature.names[0])
     for v, x in given.items():
         _expect_type(v, x)
     arrays = (
@@ -63,8 +65,21 @@ def _returned(program: Program, state: State, given: dict[str, Any], arrays: lis
     kept = [given[v.name] if v.name in given else state[v.name] for v in program.state]
     fed = _fed(program, arrays)
     wanted = signature.result.variables
-    results = lower(program, wanted)(kept, [jnp.asarray(fed[v], v.dtype) for v in program.inputs])
+    values = [jnp.asarray(fed[v], v.dtype) for v in program.inputs]
+    try:
+        results = lower(program, wanted)(kept, values)
+    except NotImplementedError as error:
+        if program.code is None:
+            raise
+        raise GraphError(_IN_ONE_PIECE.format(file=program.code.file, said=error)) from error
     return signature.result.unflatten(results)
+
+
+_IN_ONE_PIECE = (
+    "{file} holds the network as compiled code, through which JAX does not transform ({said}). In place of "
+    "jax.vmap, call the model with one batch of all examples, model(params, x.reshape(-1, *x.shape[2:])); or "
+    "go through them one by one, jax.lax.map(lambda x: model(params, x), xs)."
+)
 
 
 def _values(structure: Structure, tree: Any, what: str) -> dict[Variable, Any]:

@@ -111,6 +111,7 @@ class Model(ByName, NotPickled, Pointing):
 
         Raises:
             ArgumentError: other containers, names, shapes or dtypes than the network takes, as of a step.
+            GraphError: the model is from a file, through which ``jax.vmap`` does not go.
 
         Example:
             >>> import jax.numpy as jnp, onward as ow

@@ -99,6 +99,7 @@ class ComparedPrograms:
         compiled: Compiled = {}
         self.a, self.b = (AllValues(p, batch, compiled) for p in programs)
         self.is_swapped = whose_ops_run(self.a.program, self.b.program)
+        _expect_float(precision)
         dtypes = [precision] if precision else [d for p in programs for d in _low(p)]
         admitted = [jnp.dtype(held_in(d)) for d in dtypes]
         self.epsilon = max(map(epsilon_of, admitted), default=0.0)
@@ -135,6 +136,19 @@ def _program(given: Program | Step) -> Program:
             "compare(a, b, state, *batch). inspect(step, *arguments) opens somebody else's step."
         )
     return given if isinstance(given, Program) else given.program
+
+
+def _expect_float(precision: str | None) -> None:
+    """Raise ``ArgumentError`` for a word that names no dtype of floats."""
+    try:
+        is_float = precision is None or jnp.issubdtype(jnp.dtype(held_in(precision)), jnp.floating)
+    except TypeError:
+        is_float = False
+    if not is_float:
+        raise ArgumentError(
+            f"compare: precision is {describe(precision)}; expected a dtype of floats by its name, such as "
+            "'bfloat16', 'float16' or 'float32'."
+        )
 
 
 def _expect_comparable(a: Program, b: Program) -> None:

@@ -20,7 +20,7 @@ from onward.explain.draw.page import notebook_of, page_of
 from onward.explain.draw.scene import Scene
 from onward.explain.draw.svg import svg_of
 from onward.explain.draw.views import Album
-from onward.explain.files import save_picture
+from onward.explain.files import picture_path, save_picture
 
 _ENDINGS = (".svg", ".html", ".png", ".dot")
 
@@ -80,10 +80,10 @@ class Drawing:
             The path.
 
         Raises:
-            ArgumentError: the name ends otherwise.
+            ArgumentError: the name ends otherwise, or is none.
             MissingExtraError: a PNG, and resvg_py is not installed.
         """
-        made = Path(path)
+        made = picture_path(path)
         if made.suffix not in _ENDINGS:
             raise ArgumentError(
                 f"A drawing cannot be saved as {made.name!r}: the name ends in {made.suffix!r}. "

@@ -18,7 +18,7 @@ _SPREAD = (Placement.SHARDED, Placement.PER_REPLICA)
 
 
 def values_of(program: Program, state: State) -> dict[Variable, Any]:
-    """What the Program keeps, by Variable; what several devices had a part of each is put together.
+    """The values that the Program keeps; of those that lie in parts over several devices, the whole.
 
     Raises:
         ArgumentError: a value of another shape or dtype, as in the State of another Program.
