@@ -773,3 +773,15 @@ def test_the_state_of_another_program_is_refused_and_an_older_file_stays(tmp_pat
         with pytest.raises(ow.ArgumentError, match=text):
             ow.save(what, path, other)
     assert path.read_text() == "an older one"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_safetensors_file_of_others_is_told_with_what_reads_it(tmp_path, dtype):
+    path = tmp_path / "others.safetensors"
+    ow.save_safetensors(path, {"w": jnp.ones(3, dtype)})
+    for read in (ow.load, ow.load_step, ow.Endpoint):
+        with pytest.raises(ow.ModelFileError, match=r"other contents: w, and no network.*load_safetensors\("):
+            read(path)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ow.ModelFileError, match="is not a whole model file"):
+        ow.load(path)

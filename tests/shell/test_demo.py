@@ -43,6 +43,13 @@ def test_a_folder_that_does_not_exist_is_an_error_without_a_traceback(capsys):
     assert "/nowhere/at" in capsys.readouterr().err
 
 
+def test_a_folder_in_place_of_a_file_is_refused_before_anything_is_trained(tmp_path, capsys):
+    assert main(["demo", "--epochs", "1", "--out", str(tmp_path)]) == 1
+    said = capsys.readouterr()
+    assert f"{tmp_path} is a folder; expected the name of a file, such as {tmp_path}/digits" in said.err
+    assert said.out == ""
+
+
 def test_a_missing_extra_says_how_to_get_it():
     with pytest.raises(ImportError, match=r"pip install 'onward\[demo\]'"):
         require("no_such_package.datasets", "demo")

@@ -3,6 +3,7 @@
 import sys
 from xml.etree import ElementTree as ET
 
+import numpy as np
 import pytest
 
 import onward as ow
@@ -42,6 +43,13 @@ def nothing():
 
 def broken():
     return jnp.ones(3) @ jnp.ones(4)
+
+def raising():
+    return {}[3]
+
+def ending():
+    raise SystemExit(4)
+
 
 class Mine(ow.SGD):
     '''An optimizer of the person's own.'''
@@ -175,6 +183,8 @@ def test_saved_models_and_steps_without_their_code(listed, file, folder):
 def test_what_is_no_saved_model(refused, folder):
     (folder / "notes.txt").write_text("not a model")
     assert "notes.txt is not a whole model file" in refused("notes.txt")
+    ow.save_safetensors(folder / "notes.safetensors", {"w": np.ones(3, "float32")})
+    assert "notes.safetensors is a safetensors file of other contents" in refused("notes.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -259,11 +269,18 @@ def test_a_picture(listed, folder):
         (["FILE:loss", "--feed", "x=exampl"], "'exampl' is not a type like 'f32[32,4]' or 'i32[32]', and "),
         (["FILE:loss", "--feed", "params=with_aux"], "with_aux(params, x, y) takes arguments, so it"),
         (["FILE:loss", "--args", "loss"], "loss(params, x, y, scale=2.0) takes arguments"),
+        (["FILE:loss", "--args", "broken"], "shown_by_tests.py:34: TypeError: "),
+        (["FILE:loss", "--args", "raising"], "raising() cannot be called. At {folder}/shown_by_"),
+        (["FILE:loss", "--args", "ending"], "shown_by_tests.py:40: SystemExit: 4"),
+        (["FILE:loss", "--args", "example", "--batch", "4"], "--batch 4 is the length of data that is "),
+        (["FILE:loss", "--args", "example", "--feed", "z=f32[3]"], "Its data are the arguments x, y, "),
+        (["."], ". is a folder; expected a file in it. What is to be shown is written as train.py:loss"),
+        (["./:loss"], "./ is a folder; expected a file in it."),
         (["FILE:loss", "--args", "exampl"], "has no 'exampl'. The nearest names are 'example'."),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_told_in_a_sentence(refused, arguments, words):
-    assert words in refused(*arguments)
+def test_what_is_wrong_is_told_in_a_sentence(refused, folder, arguments, words):
+    assert words.format(folder=folder) in refused(*arguments)
 
 
 def test_missing_arguments_are_told_with_what_to_write(refused, listed):

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from onward.core.errors import ArgumentError, TraceError
+from onward.core.errors import ArgumentError, TraceError, nearest
 from onward.core.structure import Static, path_keys, path_name
 from onward.core.variable import holds_keys
 
@@ -137,6 +137,13 @@ def expect_unmasked(value: Any, what: str) -> None:
             "and what is under it would count like anything else. Pass x.filled(0), and "
             "~np.ma.getmaskarray(x) as data of its own, such as the weights of a cost."
         )
+
+
+def taken_for(name: str, declared: Sequence[str], data: Sequence[Specification]) -> str:
+    """A sentence on the data that a function takes in place of a name: declared, or its arguments."""
+    if declared or not data:
+        return nearest(name, declared)
+    return f"Its data are the arguments {', '.join(s.name for s in data)}, which are given by place."
 
 
 def _is_equinox_module(value: Any) -> bool:

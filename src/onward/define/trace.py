@@ -29,7 +29,7 @@ from onward.core.structure import Static, describe
 from onward.core.traces import Traces
 from onward.core.walk import name_of
 from onward.core.words import Kind
-from onward.define.arguments import Leaf, Specification, Type, specify, tracing_again, type_of
+from onward.define.arguments import Leaf, Specification, Type, specify, taken_for, tracing_again, type_of
 from onward.define.assembly import Traced, assemble
 from onward.define.context import Context, current_context
 from onward.define.lazy import NAMING, Lazy, LazyCall, data_in, has_lazy, lazies_in, leaves, made, resolved
@@ -246,7 +246,9 @@ class _TracedFunction:
         known = [n for n, d in context.declared.items() if d.kind is Kind.DATA]
         for name in self.feed:
             if name not in known:
-                raise ArgumentError(f"{self.name} declares no data {name!r}. {nearest(name, known)}")
+                raise ArgumentError(
+                    f"{self.name} declares no data {name!r}. {taken_for(name, known, self.data)}"
+                )
 
     def _split(self, returned: Any) -> tuple[Any, list[Any]]:
         """Split the function's result into the user's value and the leaves of the next model state."""

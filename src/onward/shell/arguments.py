@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from onward.core.errors import ArgumentError
 from onward.define.trace import takes_arguments
-from onward.shell.user_code import attribute, names_in, signature_of
+from onward.shell.user_code import attribute, called, names_in, signature_of
 
 _TYPE = re.compile(r"([A-Za-z]\w*)?\[([\d,\s]*)\]")
 _SHORT = re.compile(r"(f|bf|i|u|c)(\d+)")
@@ -53,14 +53,14 @@ def value_of(name: str, value: Any) -> Any:
     """A value, or what a function without arguments returns.
 
     Raises:
-        ArgumentError: a function that takes arguments, since there are none to pass.
+        ArgumentError: a function that takes arguments, since there are none to pass, or that raises an error.
     """
     if inspect.isroutine(value) and takes_arguments(value):
         raise ArgumentError(
             f"{name}{signature_of(value)} takes arguments, so it cannot be called here. Name a value, or a "
             "function without arguments that returns it."
         )
-    return value() if inspect.isroutine(value) else value
+    return called(name, value) if inspect.isroutine(value) else value
 
 
 def arguments_of(

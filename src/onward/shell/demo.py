@@ -73,6 +73,11 @@ def demo(epochs: int, out: Path) -> float:
     """Train, report, and write the parameters to ``out``; returns the accuracy on held-out digits."""
     if not out.parent.is_dir():
         raise NotADirectoryError(f"{out.parent} is not a folder; no parameters were written to {out}")
+    if out.is_dir():
+        raise IsADirectoryError(
+            f"{out} is a folder; expected the name of a file, such as {out / 'digits.safetensors'}. Nothing "
+            "was trained."
+        )
     train, test = load_digits()
     total = epochs * (len(train.labels) // BATCH)
 

@@ -163,7 +163,19 @@ def _traced(request: ShowRequest, named: UserName) -> Program:
         raise ArgumentError(f"{named.name} is {describe(value)}; expected {_EXPECTED}.")
     first = () if request.args is None else _several(_arguments(request.args, named))
     args, feed = arguments_of(value, given, first, named.module)
-    return trace(value, *args, feed=feed, **options)
+    program = trace(value, *args, feed=feed, **options)
+    if request.batch is not None and args and not _declares(program, len(args)):
+        raise ArgumentError(
+            f"--batch {request.batch} is the length of data that is declared, and {named.name} takes all of "
+            "its data as arguments: --feed or --args says how long they are."
+        )
+    return program
+
+
+def _declares(program: Program, arguments: int) -> bool:
+    """Whether there is data beside the arguments of the function, of which the first is the parameters."""
+    assert program.signature is not None
+    return len(program.signature.data) >= arguments
 
 
 def _arguments(name: str, named: UserName) -> Any:

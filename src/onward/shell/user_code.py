@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from onward.core.errors import ArgumentError, nearest
+from onward.core.errors import ArgumentError, OnwardError, nearest
 from onward.core.source import is_library
 
 FORMS = "train.py:loss, package.train:loss, or the path of a saved model"
@@ -76,6 +76,8 @@ def imported(path: str) -> ModuleType:
         ArgumentError: there is none, or it fails while it is imported.
     """
     is_file = path.endswith(".py") or os.sep in path
+    if is_file and Path(path).is_dir():
+        raise ArgumentError(_folder(path))
     if is_file and not Path(path).is_file():
         raise ArgumentError(f"There is no file {path}. What is to be shown is written as {FORMS}.")
     try:
@@ -87,6 +89,21 @@ def imported(path: str) -> ModuleType:
         ) from stop
     except Exception as error:
         raise ArgumentError(_failed(path, error, is_file)) from error
+
+
+def called(name: str, function: Any) -> Any:
+    """The result of a function of the user's without arguments.
+
+    Raises:
+        ArgumentError: it raises an error; the message says which and where.
+        OnwardError: an error of Onward, which tells its place itself.
+    """
+    try:
+        return function()
+    except OnwardError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ArgumentError(f"{name}() cannot be called. At {_place(error)}: {_said(error)}") from error
 
 
 def names_in(module: ModuleType) -> list[str]:
@@ -141,7 +158,13 @@ def _look_in(folder: Path) -> None:
         sys.path.insert(0, str(folder))
 
 
+def _folder(path: str) -> str:
+    return f"{path} is a folder; expected a file in it. What is to be shown is written as {FORMS}."
+
+
 def _unnamed(target: str) -> str:
+    if Path(target).is_dir():
+        return _folder(target)
     if not target.endswith(".py"):
         return f"There is no file {target!r}. What is to be shown is written as {FORMS}."
     module = imported(target)
@@ -169,14 +192,21 @@ def _failed(path: str, error: Exception, is_file: bool) -> str:
     """Why a module could not be imported, with the line of it."""
     if isinstance(error, ModuleNotFoundError) and not is_file and f"{path}.".startswith(f"{error.name}."):
         return f"There is no module {error.name!r} here. What is to be shown is written as {FORMS}."
-    said = traceback.format_exception_only(error)[-1].strip()
+    said = _said(error)
     if "no known parent package" in said:
         return f"{path} belongs to a package. From the folder above the package, write package.module:name."
     rerun = f" python {path} shows all of it." if is_file else ""
     return f"{path} cannot be imported. At {_place(error)}: {said}{'' if said.endswith('.') else '.'}{rerun}"
 
 
-def _place(error: Exception) -> str:
+def _said(error: BaseException) -> str:
+    """The class and text of an error in a line, without the notes that JAX adds."""
+    told = traceback.TracebackException.from_exception(error)
+    told.__notes__ = []
+    return [*told.format_exception_only()][-1].strip()
+
+
+def _place(error: BaseException) -> str:
     """The innermost line of what is not installed."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
@@ -184,7 +214,7 @@ def _place(error: Exception) -> str:
     return frames[-1] if frames else "an unknown line"
 
 
-def _frames(error: Exception) -> Iterator[traceback.FrameSummary]:
+def _frames(error: BaseException) -> Iterator[traceback.FrameSummary]:
     for frame in traceback.extract_tb(error.__traceback__):
         installed = frame.filename.startswith(_INSTALLED) or is_library(frame.filename)
         if not installed and Path(frame.filename) != Path(__file__):

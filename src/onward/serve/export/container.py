@@ -21,6 +21,7 @@ import numpy as np
 import safetensors
 
 from onward.core.errors import ModelFileError, OnwardError
+from onward.core.words import some
 from onward.execute.disk import tensors
 from onward.execute.disk.durable import appearing, make_folder, sync
 from onward.execute.disk.fields import parse
@@ -32,6 +33,7 @@ _SECTIONS = "sections"  # the SHA-256 of each array that is not a parameter; old
 OURS = "onward:"
 """How the names of arrays begin that are not parameters."""
 _UNSEALED = "0" * 64
+_OURS_SAYS = frozenset((_SEAL, _ABOUT, _SECTIONS))
 _UNREADABLE = (ValueError, TypeError, LookupError, RecursionError, MemoryError)
 EXPECTED = "Expected a file that onward.save wrote. Nothing was loaded."
 
@@ -76,6 +78,7 @@ def read(path: Path) -> Contents:
         ModelFileError: there is no such file, or anything at all is not as it was written.
     """
     data = _bytes(path)
+    _expect_ours(path, data)
     try:
         head = head_of(data)
         seal, about, digests = _said(head)
@@ -88,6 +91,22 @@ def read(path: Path) -> Contents:
         return Contents(about, arrays, seal)
     except (*_UNREADABLE, safetensors.SafetensorError) as error:
         raise ModelFileError(f"{path} is not a whole model file: {short(error)}. {EXPECTED}") from error
+
+
+def _expect_ours(path: Path, data: bytes) -> None:
+    """Raise ``ModelFileError`` for a healthy safetensors file that others wrote; ``read`` tells of damage."""
+    try:
+        said = entries_of(head_of(data)).get(METADATA, {})
+        with safetensors.safe_open(path, "np") as opened:
+            names = list(opened.keys())
+    except (*_UNREADABLE, AttributeError, OSError, safetensors.SafetensorError):
+        return
+    if _OURS_SAYS.isdisjoint(said) and not any(name.startswith(OURS) for name in names):
+        raise ModelFileError(
+            f"{path} is a safetensors file of other contents: {some(names, 3) or 'nothing'}, and no "
+            "network. onward.load_safetensors(path, like=parameters) reads them, for a network in code. "
+            f"{EXPECTED}"
+        )
 
 
 def _digest(head: bytes, rest: Iterable[memoryview]) -> str:
