@@ -321,10 +321,13 @@ def test_other_files(refused, data):
     refused(data)
 
 
+OTHERS = "is a safetensors file of other contents: w, and no network"
+
+
 def test_safetensors_of_others(refused):
-    refused(safetensors_bytes({"w": np.ones(3, "float32")}))
+    refused(safetensors_bytes({"w": np.ones(3, "float32")}), text=OTHERS)
     refused(safetensors_bytes({"w": np.ones(3, "float32")}, {"onward": "{}", "sha256": "0" * 64}))
-    refused(safetensors_bytes({"w": np.ones(3, "float32")}), check=ow.load_step)
+    refused(safetensors_bytes({"w": np.ones(3, "float32")}), check=ow.load_step, text=OTHERS)
 
 
 def test_paths_that_are_no_files(tmp_path):

@@ -21,7 +21,7 @@ import numpy as np
 
 from onward.core.around import Around, compute_the_same
 from onward.core.check import check
-from onward.core.errors import ArgumentError, OnwardError, TraceError, nearest
+from onward.core.errors import ArgumentError, OnwardError, TraceError
 from onward.core.jaxprs.tracing import along, current_axis, traced
 from onward.core.program import Program, Recipe, Replicas
 from onward.core.source import line_of
@@ -246,9 +246,8 @@ class _TracedFunction:
         known = [n for n, d in context.declared.items() if d.kind is Kind.DATA]
         for name in self.feed:
             if name not in known:
-                raise ArgumentError(
-                    f"{self.name} declares no data {name!r}. {taken_for(name, known, self.data)}"
-                )
+                instead = taken_for(name, known, self.data)
+                raise ArgumentError(f"{self.name} declares no data {name!r}. {instead}")
 
     def _split(self, returned: Any) -> tuple[Any, list[Any]]:
         """Split the function's result into the user's value and the leaves of the next model state."""
