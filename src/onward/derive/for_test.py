@@ -36,8 +36,7 @@ def for_test(program: Program) -> Program:
         ['fc_0/w', 'fc_0/b']
     """
     test = quietly_for_test(program)
-    if test.recipe is not None and not test.recipe.origin.asks_training:
-        _warn(test, _drawing(test) or _normalizing(program))
+    warn_of_training(program, test)
     return test
 
 
@@ -48,8 +47,10 @@ def quietly_for_test(program: Program) -> Program:
     return with_steps(recipe.origin.for_test(), steps)
 
 
-def _warn(test: Program, found: str | None) -> None:
-    """Warn of a function that goes on as in training, and cannot know that nothing is trained."""
+def warn_of_training(program: Program, test: Program) -> None:
+    """Warn of a function that goes on as in training in the test Program, for it never asks."""
+    asks = test.recipe is None or test.recipe.origin.asks_training
+    found = None if asks else _drawing(test) or _normalizing(program)
     if found is None:
         return
     warnings.warn(

@@ -23,10 +23,12 @@ from onward.core.jaxprs.tracing import current_axis
 from onward.core.marks import CHECK, COUNT, FINITE, KEEP, SCHEDULE, STOP, UNSCALE, Mark
 from onward.core.placement import equal_variables
 from onward.core.program import Op, Phase, Program, Variable
+from onward.core.recipe import is_replay
 from onward.core.structure import is_word
 from onward.core.transform import transform
 from onward.core.walk import producers
 from onward.core.words import Kind, Pass, UpdateType, some
+from onward.develop.own_guard import warn_of_own_guard
 
 
 @transform(phase=Phase.STEP)
@@ -51,6 +53,10 @@ def guard(program: Program, action: str = "skip") -> Program:
         ArgumentError: another word.
         GraphError: there is no update to leave out yet, or it is guarded already.
 
+    Warns:
+        UserWarning: an update of another library keeps something by whether a step is finite, such as a loss
+            scale of its own, which would never move: such a step guards itself.
+
     Source: Micikevicius et al., Mixed Precision Training, 2018, section 3.2, which skips such steps.
 
     Example:
@@ -63,6 +69,8 @@ def guard(program: Program, action: str = "skip") -> Program:
     """
     if not is_word(action, ("skip", "stop")):
         raise ArgumentError(f"guard: action is {action!r}; expected 'skip' or 'stop'.")
+    if not is_replay():
+        warn_of_own_guard(program)
     return _stopping(program) if action == "stop" else skipping(program)[0]
 
 

@@ -84,6 +84,7 @@ class Evaluator(NotPickled, Pointing):
             ArgumentError: data of the wrong name, shape or dtype.
         """
         given = self._named(data, feed) if data else feed
+        self.model.warn_of_training()
         fed = {name: unshared(value) for name, value in given.items()}
         state = self.model.together
         self._out = out = self._forward(fed, self._fetch, only=False)(state, fed)
@@ -134,7 +135,8 @@ class Evaluator(NotPickled, Pointing):
             PeerError: another process did not come within the deadline, or an error ended its test.
 
         Warns:
-            UserWarning: a number that no batch tells its part of, such as a median: the mean is given; or
+            UserWarning: the network goes on as in training, and never asks ``onward.is_training()``, once for
+                a Model; a number that no batch tells its part of, such as a median: the mean is given; or
                 data that is not as long as that of the examples, and differs from batch to batch.
 
         Example:
@@ -151,6 +153,7 @@ class Evaluator(NotPickled, Pointing):
     def over(self, batches: Iterable[Any]) -> dict[str, float]:
         """The numbers of ``test`` of these batches, and of those of all processes."""
         model, what = self.model, f"the test of {self.model.test_program.name}"
+        model.warn_of_training()
         fed = ({k: unshared(x) for k, x in as_feed(batch, self._names).items()} for batch in batches)
         ahead: list[Mapping[str, Any]] = []
         _ = model.together  # copied by all processes, of which one may have no batch

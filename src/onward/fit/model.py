@@ -17,7 +17,7 @@ from onward.core.walk import descendants, prune
 from onward.define.deferred import Deferred
 from onward.define.lazy import has_lazy
 from onward.define.trace import takes_arguments, trace
-from onward.derive.for_test import quietly_for_test
+from onward.derive.for_test import quietly_for_test, warn_of_training
 from onward.develop.seam import forward_pass
 from onward.execute.checkpoint.checkpoints import Checkpoints
 from onward.execute.feeds import data_names
@@ -29,6 +29,8 @@ from onward.execute.state import State
 from onward.fit.applied import applied
 
 T = TypeVar("T")
+
+_TOLD = "told of training"
 
 
 class Model(ByName, NotPickled, Pointing):
@@ -70,6 +72,7 @@ class Model(ByName, NotPickled, Pointing):
         topology = _topology(network, options)
         values = initialized(topology, _given(topology, parameters, state), seed)
         self._begin(topology, values, {})
+        self._trained = network if isinstance(network, Program) else topology
 
     @classmethod
     def of(cls, topology: Program, values: Mapping[Variable, Any], about: Mapping[str, Any]) -> Model:
@@ -79,7 +82,7 @@ class Model(ByName, NotPickled, Pointing):
         return model
 
     def _begin(self, topology: Program, values: Mapping[Variable, Any], about: Mapping[str, Any]) -> None:
-        self.topology = topology
+        self.topology = self._trained = topology
         self.about = about
         self.lock = RLock()
         self._made: dict[Any, Any] = {}
@@ -124,6 +127,7 @@ class Model(ByName, NotPickled, Pointing):
             >>> [v.name for v in program.parameters]
             ['fc_0/b', 'fc_0/w']
         """
+        self.warn_of_training()
         return applied(self.test_program, self.together, parameters, data)
 
     @property
@@ -198,6 +202,20 @@ class Model(ByName, NotPickled, Pointing):
     def test_program(self) -> Program:
         """The topology as it is when nothing is trained."""
         return self.once("test", lambda: _test_program(self.topology))
+
+    def warn_of_training(self) -> None:
+        """Warn, once, where the network evaluates as in training, unless it was traced so on purpose."""
+        self.once(_TOLD, self._warn_of_training)
+
+    def told_of_training(self) -> None:
+        """Never warn of that: who evaluates it was told."""
+        self.once(_TOLD, lambda: True)
+
+    def _warn_of_training(self) -> bool:
+        recipe = self.topology.recipe
+        if recipe is not None and recipe.origin.training:
+            warn_of_training(self._trained, self.test_program)
+        return True
 
     def once(self, request: Hashable, make: Callable[[], T]) -> T:
         """The object that answers a request, made once and shared by everything that uses this model."""

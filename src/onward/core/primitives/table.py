@@ -82,7 +82,7 @@ _ARITHMETIC = (
         leaves_float16=True,
         fails_at_zero=True,
     ),
-    _number("is_finite", power=0),
+    _number("is_finite", power=0, tells_finite=True),
     _number("le", compares=True),
     _number("le_to", compares=True),
     _number("lt", compares=True, index=ENDS),

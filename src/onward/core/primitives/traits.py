@@ -146,6 +146,7 @@ class Primitive:
         linear: in which operands it is linear.
         power: of a positive factor of its operand, the power by which its result is multiplied.
         compares: its result says how its operands compare.
+        tells_finite: its result says whether its operand is a finite number.
         multiplies: its result is the product of its operands, or of one with itself.
         commutes: its two operands may be exchanged.
         chooses: each number of the result is one of those that stand in its place in the operands.
@@ -188,6 +189,7 @@ class Primitive:
     linear: Linear | None = None
     power: float | None = None
     compares: bool = False
+    tells_finite: bool = False
     multiplies: bool = False
     commutes: bool = False
     chooses: bool = False

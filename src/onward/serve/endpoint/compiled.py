@@ -46,4 +46,5 @@ class CompiledByLengths:
         empty = Model.of(self.model.topology, dict.fromkeys(layout.variables), self.model.about)
         empty.publish(State(layout, ()))
         empty.once("test", lambda: self.model.test_program)
+        empty.told_of_training()
         return empty

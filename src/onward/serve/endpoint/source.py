@@ -42,6 +42,7 @@ def opened(source: Source, allow_nonfinite: bool = False) -> OpenedModel:
         NonFiniteError: the parameters of the model hold NaN or infinity.
     """
     if isinstance(source, Model):
+        source.warn_of_training()
         values = {v: source.state[v] for v in source.test_program.state}
         if not allow_nonfinite and (found := nonfinite(values)):
             raise NonFiniteError(f"{found} Every answer would hold it; allow_nonfinite=True serves it.")

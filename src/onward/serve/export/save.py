@@ -129,6 +129,7 @@ def _taken(what: Any, state: State | None, trainable: bool) -> tuple[Program, di
     if isinstance(what, Model):
         if state is not None:
             raise ArgumentError("save was given a Model and a State; a Model has its own: save(model, path).")
+        what.warn_of_training()
         current = what.state
         more = what.topology.state if trainable else ()
         kept = {v.name: v for v in (*what.test_program.state, *more)}
