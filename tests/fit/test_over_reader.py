@@ -372,7 +372,8 @@ def test_a_key_or_a_table_of_each_batch_is_not_warned_of():
         return jnp.mean((x @ w) ** 2) * jnp.sum(table) + 0 * jax.random.uniform(key)
 
     table = np.arange(5, dtype="float32")
-    model = ow.Model(ow.trace(network, W, X[:4], jax.random.key(0), table), W)
+    program = ow.trace(network, W, X[:4], jax.random.key(0), table, training=False)  # it draws on purpose
+    model = ow.Model(program, W)
     batches = [(X[i : i + 4], jax.random.key(i), table[[0, 1, 2 + i // 4, 2 + i // 4, 4]]) for i in (0, 4)]
     found = ow.Evaluator(model).test(batches)  # of 5 and of 10, 12 at the end
     expected = np.mean([network(W, *batch) for batch in batches])

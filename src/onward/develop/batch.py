@@ -37,6 +37,18 @@ def another_batch(program: Program, split: Collection[str], unit: int) -> str:
     return f" If the batch is {other.name!r} ({other.type}): whole=[{leader!r}]." if other else ""
 
 
+def rows_of_each(rows: int, parts: int, weight: str | None) -> int:
+    """How many rows each of several parts gets: two at least where a ``weight`` lets them be filled up.
+
+    Of one example JAX leaves out axes, so that the function would be another one.
+
+    >>> rows_of_each(5, 4, None), rows_of_each(5, 8, "example_weight"), rows_of_each(8, 8, "example_weight")
+    (2, 2, 1)
+    """
+    each = -(-rows // parts)
+    return max(each, 2) if weight is not None and rows % parts else each
+
+
 def data_types(program: Program, split: Collection[str], rows: int) -> tuple[Any, ...]:
     """The data arguments of the traced function by their types, with so many rows of what is split.
 

@@ -36,7 +36,7 @@ from onward.derive.backward import append_backward
 from onward.derive.update.foreign import append_foreign_update
 from onward.derive.update.update import append_update
 from onward.develop.accumulation.accumulate import accumulation_of, expect_devices
-from onward.develop.batch import WEIGHT, another_batch, batch_names, data_types
+from onward.develop.batch import WEIGHT, another_batch, batch_names, data_types, rows_of_each
 from onward.develop.over_batch.bending import expect_proportional
 from onward.develop.over_batch.filled import misled
 from onward.develop.over_batch.known import Following
@@ -220,7 +220,7 @@ def _forward(
     batch is known to follow from the devices'; and the results that padding misleads.
     """
     devices, weight = Devices(replicas.name, replicas.count), replicas.weight
-    rows = -(-program[split[0]].shape[0] // devices.size) if split else 0
+    rows = rows_of_each(program[split[0]].shape[0], devices.size, weight) if split else 0
     local = recipe.origin.trace(data_types(program, split, rows))
     _expect_alike(local)
     local = opened(local)

@@ -17,7 +17,7 @@ from onward.core.placement import expect_divisible
 from onward.core.program import Program
 from onward.core.source import user_level
 from onward.core.words import Placement
-from onward.develop.batch import filled_up
+from onward.develop.batch import filled_up, rows_of_each
 
 
 @dataclass(frozen=True)
@@ -115,9 +115,7 @@ class Portions:
             where = "" if self.processes == 1 else " of this process"
             expect_divisible(self.name, rows, self.inputs[self.split[0]].name, self.devices, where)
             return None
-        each = -(-rows // self.devices)
-        if self.processes > 1:  # all processes must feed equally much
-            each = max(each, self.each)
+        each = self._rows_of_each(rows)
         if not rows or each * self.devices == rows:
             return None
         if self.misled and rows not in self._told:
@@ -125,6 +123,14 @@ class Portions:
             told = filled_up(self.name, rows, f"{self.devices} devices", self.misled)
             warnings.warn(told, stacklevel=user_level())
         return Filling.of(rows, self.devices, each)
+
+    def _rows_of_each(self, rows: int) -> int:
+        """How many rows each device gets: two at least, where examples of weight 0 change nothing."""
+        if self.processes > 1:  # all processes must feed equally much
+            return max(-(-rows // self.devices), self.each)
+        if rows == self.devices and self.each > 1 and not self.misled:
+            return 2
+        return rows_of_each(rows, self.devices, self.weight)
 
     def filled(self, values: Sequence[Any], filling: Filling | None) -> list[Any]:
         """The data with the rows at their places."""
