@@ -434,6 +434,11 @@ def test_the_statistics_are_written_under_the_users_own_jit():
     assert out.watched.step is None
 
 
+def adopted(w, x):
+    value, gradient = jax.value_and_grad(lambda w: jnp.sum(w * x))(w)
+    return w - gradient, value
+
+
 MISTAKES = {
     "nothing": (lambda: watch(BASE), ow.ArgumentError, "given nothing to watch"),
     "no match": (lambda: watch(BASE, "tahn"), ow.UnknownNameError, "nothing is named 'tahn'.*'tanh'"),
@@ -447,7 +452,17 @@ MISTAKES = {
         "once",
     ),
     "ratio": (lambda: watch(BASE, "tanh", statistics="ratio"), ow.ArgumentError, "of updates only"),
-    "counter": (lambda: watch(ow.trace(loss, PARAMS, BATCHES[0]), "tanh"), ow.GraphError, "no step counter"),
+    "counter": (
+        lambda: watch(ow.trace(loss, PARAMS, BATCHES[0]), "tanh"),
+        ow.GraphError,
+        "no step counter.*every=1; or minimize first",
+    ),
+    "adopted": (
+        lambda: watch(ow.adopt(adopted, jnp.ones(3), jnp.ones(3), carried=["w"]), gradients=True),
+        ow.GraphError,
+        "no step counter, so watch cannot tell every 10th step. Watch each step, every=1, and look at "
+        "out.watched when you like: of an update that was adopted it is not known which number counts",
+    ),
     "gradients": (
         lambda: watch(ow.trace(loss, PARAMS, BATCHES[0]), gradients=True, every=1),
         ow.GraphError,

@@ -546,6 +546,21 @@ def test_a_short_batch_leaves_no_device_one_example_alone(keep, traced):
     jax.tree.map(lambda x, y: equal(x, y, 1e-10), state.parameters, tuple(carried))
 
 
+@pytest.mark.filterwarnings("ignore:.*each device has one example")
+def test_without_weights_a_batch_of_one_example_each_is_refused_by_its_cause():
+    def step(params, kept, x, label):
+        v, gradient = jax.value_and_grad(of_label)(params, x, label, jnp.ones(len(x)))
+        return params - RATE * gradient, kept + jnp.sqrt(v), v
+
+    w, zero = jnp.ones((3, 3)), jnp.zeros(())
+    label = np.arange(MOST) % 3
+    program = ow.adopt(step, w, zero, X[:8], label[:8], carried=["params", "kept"])
+    replicated = ow.compile(ow.replicate(program, DEVICES))
+    state = replicated.init((w, zero))
+    with pytest.raises(ow.ArgumentError, match=r"one example, .* fewer devices, .*drop_last=True"):
+        replicated(state, X[:4], label[:4])
+
+
 def test_one_example_each_stays_alone_where_filling_up_would_change_the_loss():
     def loss(w, x, example_weight):
         return jnp.mean(example_weight * (x @ w) ** 2)

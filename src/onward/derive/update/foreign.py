@@ -16,7 +16,7 @@ from onward.core.program import Op, Phase, Program, Variable
 from onward.core.recipe import whole_types
 from onward.core.structure import Structure
 from onward.core.transform import transform
-from onward.core.words import Kind, Pass
+from onward.core.words import Kind, Pass, Placement
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,10 +105,22 @@ def _expect_shared(program: Program, update: ForeignUpdate, env: Mapping[Variabl
     for op in update.ops:
         for v in op.inputs:
             if env.get(v) in made and env[v] not in equal:
-                raise GraphError(
-                    f"{program.name}: the update reads {env[v].name!r} ({op.type}{op.at}) beside the "
-                    "gradients, which every device has of its own part of the batch, so each would make "
-                    "another update. Let the update read gradients and state alone; or take the whole batch: "
-                    f"ow.partition(program, {{'data': {replicas.count}}}, {{}}, batch='data') in place of "
-                    "replicate."
-                )
+                raise GraphError(_said(program, op, env[v], replicas.count))
+
+
+def _said(program: Program, op: Op, read: Variable, devices: int) -> str:
+    alone = any(v.placement is Placement.SHARDED and v.shape[0] == 1 for v in program.inputs)
+    return (
+        f"{program.name}: the update reads {read.name!r} ({op.type}{op.at}) beside the gradients, which "
+        "every device has of its own part of the batch, so each would make another update. "
+        f"{_ONE_EXAMPLE if alone else _LET_IT_READ}; or take the whole batch: ow.partition(program, "
+        f"{{'data': {devices}}}, {{}}, batch='data') in place of replicate."
+    )
+
+
+_LET_IT_READ = "Let the update read gradients and state alone"
+_ONE_EXAMPLE = (
+    "Each device has one example, of which JAX leaves out axes, so that it is not known how to merge theirs. "
+    "Let each have two or more: by a larger batch, by fewer devices, or without a short last batch "
+    "(ow.batches(..., drop_last=True))"
+)

@@ -118,6 +118,12 @@ def watch(
     return watched(program, Watch(entries, found, int(every)), values)
 
 
+_ADOPTED = (
+    ", and look at out.watched when you like: of an update that was adopted it is not known which number "
+    "counts the steps, if one does."
+)
+
+
 @transform(phase=Phase.LOOK)
 def watched(program: Program, how: Watch, values: tuple[str, ...]) -> Program:
     """The Program with the ops that look; ``values`` are the names of what is watched as it is.
@@ -126,9 +132,11 @@ def watched(program: Program, how: Watch, values: tuple[str, ...]) -> Program:
     """
     step = counter_of(program)
     if step is None and how.every > 1:
+        adopted = any(p in program.next_state for p, _ in program.gradients)
+        instead = _ADOPTED if adopted else "; or minimize first: watch(optimizer.minimize(loss, ...))."
         raise GraphError(
             f"Program {program.name!r} has no step counter, so watch cannot tell every {how.every}th step. "
-            "Watch each step, every=1; or minimize first: watch(optimizer.minimize(loss, ...))."
+            f"Watch each step, every=1{instead}"
         )
     return with_looks(program, how, step)
 
