@@ -39,6 +39,7 @@ from onward.develop.accumulation.accumulate import accumulation_of, expect_devic
 from onward.develop.batch import WEIGHT, another_batch, batch_names, data_types, rows_of_each
 from onward.develop.over_batch.bending import expect_proportional
 from onward.develop.over_batch.filled import misled
+from onward.develop.over_batch.into import added_apart
 from onward.develop.over_batch.known import Following
 from onward.develop.over_batch.own_keys import folded
 from onward.distribute.merge import Average, Devices, Merge, Sum
@@ -223,7 +224,7 @@ def _forward(
     rows = rows_of_each(program[split[0]].shape[0], devices.size, weight) if split else 0
     local = recipe.origin.trace(data_types(program, split, rows))
     _expect_alike(local)
-    local = opened(local)
+    local = added_apart(opened(local))
     placed = {v: replace(v, placement=Placement.SHARDED) for v in local.inputs if v.name in split}
     local = substitute(local, placed)
     traced, found = local, OfWholeBatch(local)
@@ -231,7 +232,7 @@ def _forward(
 
         def trace(rows: int) -> Program:
             with along(None):
-                return opened(recipe.origin.trace(data_types(program, split, rows)))
+                return added_apart(opened(recipe.origin.trace(data_types(program, split, rows))))
 
         found = of_whole_batch(trace, local, rows, split, replicas, merge.is_sum)
         if found.seen is not None and replicas.syncs and recipe.of(append_backward):

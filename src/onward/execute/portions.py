@@ -93,7 +93,7 @@ class Portions:
         self.split = [i for i, v in enumerate(program.inputs) if v.placement is Placement.SHARDED]
         self.processes = jax.process_count()
         self.devices = program.replicas.count // self.processes
-        self.each = program.inputs[self.split[0]].shape[0] if self.split else 0
+        self.each: int = program.inputs[self.split[0]].shape[0] if self.split else 0
 
     def filling(self, values: Sequence[Any]) -> Filling | None:
         """How the batch is filled up; None if it divides.

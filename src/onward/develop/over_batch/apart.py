@@ -61,12 +61,14 @@ def is_own(call: Call, values: list[Follows]) -> bool:
     return index == Follows(How.SAME, counts=True) and call.params["slice_sizes"][layout.axis] == 1
 
 
+def adds_by_index(call: Call) -> bool:
+    """Whether an equation adds into its first operand where an index says."""
+    return call.primitive == "scatter-add"
+
+
 def adds_each(call: Call, rows: Mapping[int, int]) -> bool:
     """Whether a scatter adds each example where an index says, not in their order."""
-    return (
-        call.primitive == "scatter-add"
-        and rows.get(2) not in call.params["dimension_numbers"].update_window_dims
-    )
+    return adds_by_index(call) and rows.get(2) not in call.params["dimension_numbers"].update_window_dims
 
 
 def has_part(call: Call, lengths: Mapping[int, int | None], count: int, axis: int) -> bool:
