@@ -92,7 +92,7 @@ class Portions:
         self.inputs = program.inputs
         self.split = [i for i, v in enumerate(program.inputs) if v.placement is Placement.SHARDED]
         self.processes = jax.process_count()
-        self.devices = program.replicas.count // self.processes
+        self.devices: int = program.replicas.count // self.processes
         self.each: int = program.inputs[self.split[0]].shape[0] if self.split else 0
 
     def filling(self, values: Sequence[Any]) -> Filling | None:
