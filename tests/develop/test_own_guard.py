@@ -83,3 +83,16 @@ def test_without_the_guard_the_scale_falls_as_in_jax():
 def test_others_are_guarded_in_silence():
     ow.guard(ow.adopt(keeping, W, X, carried=["w"]))
     ow.guard(ow.Adam(0.1).minimize(lambda w, x: jnp.where(jnp.isfinite(loss(w, x)), 1.0, 0.0) * w[0], W, X))
+
+
+def clipping(w, moment, x):
+    """An update that asks whether a norm is finite, and lets NaN through all the same."""
+    value, gradient = jax.value_and_grad(loss)(w, x)
+    norm = jnp.linalg.norm(gradient)
+    moment = 0.9 * moment + gradient * jnp.where(jnp.isfinite(norm), jnp.minimum(1.0, 1 / norm), 1.0)
+    return w - 0.1 * moment, moment, value
+
+
+def test_what_follows_from_the_numbers_of_a_gradient_is_guarded_in_silence():
+    ow.guard(ow.adopt(clipping, W, W, X, carried=["w", "moment"]))
+    ow.guard(ow.SGD(0.1, rules=[ow.ClipByGlobalNorm(1.0)]).minimize(loss, W, X))

@@ -13,12 +13,15 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Collection
 from typing import NamedTuple
 
+from onward.core.jaxprs.body import Body
+from onward.core.jaxprs.equations import jaxprs_in
 from onward.core.primitives.table import of
+from onward.core.primitives.traits import Runs
 from onward.core.program import Op, Program, Variable
 from onward.core.source import user_level
-from onward.core.walk import descendants
 from onward.core.words import Pass, some
 
 
@@ -30,17 +33,26 @@ class OwnGuard(NamedTuple):
 
 
 def own_guard(program: Program) -> OwnGuard | None:
-    """The op by which an update asks that of loss or gradients, if more than parameters follow from it."""
-    trained = {p for p, _ in program.gradients}
+    """The first op by which an update asks that, if state follows from the answer and not from the numbers.
+
+    Slots that follow from the numbers of a gradient stay as they are in such a step, guarded or not.
+    """
     loss = [] if program.loss is None else [program.loss]
-    told = descendants(program, [*loss, *(g for _, g in program.gradients)])
+    numbers = {*program.inputs, *loss, *(g for _, g in program.gradients)}
+    answers: dict[Variable, Op] = {}
     for op in program.ops:
-        if op.made_by is Pass.UPDATE and _tells_finite(op) and not told.isdisjoint(op.inputs):
-            after = descendants(program, op.outputs)
-            state = tuple(v for v, new in program.next_state.items() if new in after and v not in trained)
-            if state:
-                return OwnGuard(op, state)
-    return None
+        read = [i for i, v in enumerate(op.inputs) if v in numbers]
+        if read and op.made_by is Pass.UPDATE and _asks(op):
+            answers.update(dict.fromkeys(op.outputs, op))
+            continue
+        numbers.update(op.outputs[i] for i in _depending(op, read))
+        asked = next((answers[v] for v in op.inputs if v in answers), None)
+        answers.update({} if asked is None else dict.fromkeys(op.outputs, asked))
+    state = {
+        v: answers[new] for v, new in program.next_state.items() if new in answers and new not in numbers
+    }
+    first = next(iter(state.values()), None)
+    return None if first is None else OwnGuard(first, tuple(v for v, op in state.items() if op is first))
 
 
 def warn_of_own_guard(program: Program) -> None:
@@ -57,5 +69,17 @@ def warn_of_own_guard(program: Program) -> None:
     )
 
 
-def _tells_finite(op: Op) -> bool:
-    return any(of(name).tells_finite for name in op.body.primitives)
+def _asks(op: Op) -> bool:
+    """Whether an op tells of each number whether it is finite, and nothing else."""
+    calls = list(op.body.calls)
+    return len(calls) == 1 and of(calls[0].primitive).tells_finite
+
+
+def _depending(op: Op, read: Collection[int]) -> set[int]:
+    """The outputs that depend on these inputs; those of a branch, by what each of them computes."""
+    eqns = op.body.equations
+    if 0 in read or len(eqns) != 1 or of(eqns[0].primitive.name).runs is not Runs.BRANCH:
+        return op.body.depending_on(read)
+    given = [i for i, v in enumerate(eqns[0].invars[1:]) if v in {op.body.parts.invars[j] for j in read}]
+    branches = jaxprs_in(eqns[0].params["branches"])
+    return {j for branch in branches for j in Body(branch).depending_on(given)}
