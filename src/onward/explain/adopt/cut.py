@@ -20,8 +20,9 @@ from onward.core.words import Kind, Pass
 from onward.derive.update.foreign import ForeignUpdate
 from onward.explain.inspect.assembly import Given, in_place, leaves_of, signature_of
 from onward.explain.inspect.call import CalledStep
-from onward.explain.inspect.carried import Pair, next_values, without
+from onward.explain.inspect.matching import Pair
 from onward.explain.inspect.parts import TreePart
+from onward.explain.inspect.replaced import next_values, without
 from onward.explain.inspect.tracing import TracedStep
 
 

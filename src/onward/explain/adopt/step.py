@@ -21,7 +21,8 @@ from onward.derive.update.foreign import ForeignUpdate
 from onward.explain.adopt.cut import Cut, CutTrace, cut
 from onward.explain.adopt.gradient_call import taking_apart
 from onward.explain.inspect.call import CalledStep, is_array
-from onward.explain.inspect.carried import Pair, carried_places
+from onward.explain.inspect.matching import Pair
+from onward.explain.inspect.replaced import carried_places
 
 
 @dataclass(frozen=True, eq=False)

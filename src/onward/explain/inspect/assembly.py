@@ -19,12 +19,14 @@ from onward.core.structure import Signature, Static, Structure
 from onward.core.words import Kind, Placement
 from onward.define.arguments import Leaf, Specification
 from onward.explain.inspect.call import CalledStep
-from onward.explain.inspect.carried import Ends, Pair, carried_places, next_values, without
+from onward.explain.inspect.carried import Ends
 from onward.explain.inspect.flow import Provenance
 from onward.explain.inspect.loops import differentiated, ops_of, roles_of
+from onward.explain.inspect.matching import Pair
 from onward.explain.inspect.naming import named
 from onward.explain.inspect.parts import TreePart, parts_of
 from onward.explain.inspect.passes import with_passes
+from onward.explain.inspect.replaced import carried_places, next_values, without
 from onward.explain.inspect.tracing import TracedStep
 
 

@@ -8,7 +8,7 @@ which it is, a person is asked.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,13 +16,11 @@ import jax
 
 from onward.core.errors import ArgumentError
 from onward.core.program import Variable
-from onward.core.structure import Structure
-from onward.explain.inspect.call import CalledStep
 from onward.explain.inspect.flow import Provenance
+from onward.explain.inspect.matching import Choice, Pair, beside, decided
 from onward.explain.inspect.parts import TreePart
-
-Pair = tuple[TreePart, TreePart]
-Choice = tuple[TreePart, list[TreePart]]
+from onward.explain.inspect.places import Places
+from onward.explain.inspect.settling import Settling
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +53,11 @@ class Ends:
             ArgumentError: nothing shows whether a result is a next value, or one comes back in another dtype,
                 or what a person says is carried on is not.
         """
-        pairs = self._matched()
+        places = Places(self.arguments, self.results, self.names)
+        search = Settling(
+            places, self.flow, self.told, self.asks, self.title, self._matched, self._may_replace
+        )
+        pairs = search.pairs()
         self._expect_same_types(pairs)
         if self.told is None:
             self._expect_sure(pairs)
@@ -71,26 +73,28 @@ class Ends:
         """Whether nobody says otherwise than that an argument is carried on."""
         return self.told is None or self.told.issuperset(old.variables)
 
-    def _matched(self) -> list[Pair]:
-        """The largest parts are matched first.
+    def _matched(self, settled: Sequence[Pair] = ()) -> list[Pair]:
+        """Pairs by dependence beside some that are settled; the largest parts are matched first.
 
         A number alone comes last, and counts only beside something else that is carried on: among metrics it
         is one of them.
         """
         by_form: dict[Any, list[TreePart]] = {}
-        for part in self.arguments:
+        results, arguments = self._left(settled)
+        for part in arguments:
             by_form.setdefault(part.form, []).append(part)
         choices: list[Choice] = []
-        for new in self.results:
+        for new in results:
             if choices and new.within(choices[-1][0]):
                 continue
             same = [old for old in by_form.get(new.form, ()) if old.is_built_as(new)]
             choices.append((new, [old for old in same if self._may_replace(new, old)]))
             if not choices[-1][1]:
                 choices.pop()
-        pairs = _decided([choice for choice in choices if not choice[0].is_numbers], self.flow)
+        large = [choice for choice in choices if not choice[0].is_numbers]
+        pairs = [*settled, *decided(large, self.flow)]
         numbers = [choice for choice in choices if choice[0].is_numbers]
-        return pairs + _decided(_beside(numbers, pairs), self.flow)
+        return pairs + decided(beside(numbers, pairs), self.flow)
 
     def _unsure(self, pairs: Sequence[Pair]) -> list[Pair]:
         """The pairs of which nothing shows whether the result is a next value, or made of a batch.
@@ -117,7 +121,7 @@ class Ends:
         groups = [self.results, self.arguments]
         taken = [[new for new, _ in pairs], [old for _, old in pairs]]
         results, arguments = (
-            [part for part in parts if not any(_overlap(part, other) for other in others)]
+            [part for part in parts if not any(part.overlaps(other) for other in others)]
             for parts, others in zip(groups, taken, strict=True)
         )
         return results, arguments
@@ -134,7 +138,7 @@ class Ends:
 
         numbers = [new for new in results if new.is_numbers and new.variables]
         counted = [(new, [old for old in arguments if is_counted(new, old)]) for new in numbers]
-        return [(new, old) for new, (old, *_) in _beside(counted, pairs)]
+        return [(new, old) for new, (old, *_) in beside(counted, pairs)]
 
     def _expect_sure(self, pairs: Sequence[Pair]) -> None:
         unsure = self._unsure(pairs)
@@ -188,8 +192,8 @@ class Ends:
         if lost := [v for part in self.arguments for v in part.variables if v in told - replaced]:
             raise ArgumentError(
                 f"{self.title} returns nothing that is built as {lost[0].name!r} ({lost[0].type}) and "
-                "computed from it, so it is not carried on. Leave it out of carried=, or return its next "
-                "value."
+                "computed from it, or in its place, so it is not carried on. Leave it out of carried=, or "
+                "return its next value in the place of that argument."
             )
 
     def _named(self, parts: Iterable[TreePart]) -> list[str]:
@@ -238,98 +242,3 @@ def _retyped(new: TreePart, old: TreePart, title: str) -> str:
 def _types(part: TreePart) -> str:
     first, *rest = part.variables
     return f"{first.type} and {len(rest)} more" if rest else str(first.type)
-
-
-def _beside(numbers: Iterable[Choice], pairs: Sequence[Pair]) -> list[Choice]:
-    """The choices that remain for numbers that lie beside one of these pairs, or in no container."""
-    news, olds = [new for new, _ in pairs], [old for _, old in pairs]
-    left = [
-        (new, [o for o in fitting if o.is_accompanied(olds) and not any(_overlap(o, old) for old in olds)])
-        for new, fitting in numbers
-        if new.is_accompanied(news)
-    ]
-    return [choice for choice in left if choice[1]]
-
-
-def _decided(choices: list[Choice], flow: Provenance) -> list[Pair]:
-    """One argument for each result, each argument once.
-
-    What has the fewest candidates is decided first; among several candidates the one that most of the update
-    reads, then the one that stands in the same place. Of several results that are left the same candidates,
-    such as an update and what comes of adding it, the last to be computed from another is meant.
-    """
-
-    def best(new: TreePart, fitting: Sequence[TreePart]) -> TreePart:
-        return max(fitting, key=lambda old: (flow.share(new, old), old.place == new.place))
-
-    decided: list[Pair] = []
-    while choices:
-        new, fitting = min(choices, key=lambda choice: len(choice[1]))
-        old = best(new, fitting)
-        for rival, olds in choices:
-            if len(olds) == len(fitting) and best(rival, olds) is old and flow.reads(rival, new):
-                new = rival
-        decided.append((new, old))
-        rest = ((n, [o for o in olds if not _overlap(o, old)]) for n, olds in choices if n is not new)
-        choices = [(n, olds) for n, olds in rest if olds]
-    return decided
-
-
-def _overlap(a: TreePart, b: TreePart) -> bool:
-    return a.within(b) or b.within(a)
-
-
-def next_values(pairs: Iterable[Pair]) -> Mapping[Variable, Variable]:
-    """For every argument that is replaced, the Variable that replaces it; what stays as it is left out."""
-    return {
-        old: new
-        for result, argument in pairs
-        for new, old in zip(result.variables, argument.variables, strict=True)
-        if new is not old
-    }
-
-
-def carried_places(pairs: Sequence[Pair], call: CalledStep, returned: Any) -> frozenset[int]:
-    """The places of the arguments that are carried on from step to step.
-
-    One without arrays, such as the state of an optimizer that keeps nothing, is so beside others if the step
-    returns its containers, which are not of Python alone: an empty tuple says nothing.
-
-    Args:
-        pairs: the results that replace arguments.
-        call: how the step is called.
-        returned: the containers of what it returns.
-    """
-    places = frozenset(argument.place for _, argument in pairs)
-    empty = {child for child in returned.children() if not child.num_leaves and _says_something(child)}
-    beside = (i for i, s in call.plain.items() if s.treedef in empty)
-    return places.union(beside) if places else places
-
-
-def _says_something(treedef: Any) -> bool:
-    """Whether there is a container of somebody's own in it."""
-    kind, _ = treedef.node_data() or (None, None)
-    return kind not in (None, type(None), tuple, list, dict) or any(map(_says_something, treedef.children()))
-
-
-def without(structure: Structure, pairs: Sequence[Pair]) -> Structure:
-    """The result of a step, with None in place of every result that replaces an argument."""
-    gone = [result for result, _ in pairs]
-
-    def left(treedef: Any, start: int) -> Any:
-        leaves = structure.leaves[start : start + treedef.num_leaves]
-        part = TreePart(treedef, leaves, 0, start)
-        if leaves and any(part.within(other) for other in gone):
-            return None
-        whole = treedef.unflatten(leaves)
-        if jax.tree_util.treedef_is_leaf(treedef):
-            return whole
-        children = []
-        for child in treedef.children():
-            children.append(left(child, start))
-            start += child.num_leaves
-        supply = iter(children)
-        return jax.tree.map(lambda _: next(supply), whole, is_leaf=lambda x: x is not whole)
-
-    leaves, treedef = jax.tree.flatten(left(structure.treedef, 0))
-    return Structure(treedef, tuple(leaves))

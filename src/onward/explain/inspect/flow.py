@@ -99,7 +99,9 @@ class Provenance:
         updated = sum(self.is_updated(n, o) for n, o in pairs)
         if updated:
             return updated
-        gradients = any(n in self.makers and self.makers[n].made_by is Pass.BACKWARD for n, _ in changed)
+        if self._is_state(new, old):
+            return 0
+        gradients = any(self._is_gradient(n) for n, _ in changed)
         is_wide_number = new.is_numbers and bool(changed) and self.trains
         if is_wide_number and told:
             return 0
@@ -108,6 +110,37 @@ class Provenance:
         is_in_place = new.place == old.place and not is_wide_number
         surely = told or not jax.tree_util.treedef_is_leaf(new.treedef) or is_in_place
         return 0 if surely or old.variables[0].may_be_key else -1
+
+    def _is_state(self, new: TreePart, old: TreePart) -> bool:
+        """Whether a container holds what the update makes of any part of another, or makes for the next step.
+
+        Such as an iterate that begins at another one, or the gradient beside what that of the step before
+        moves. Gradients alone are none.
+        """
+        is_container = not jax.tree_util.treedef_is_leaf(new.treedef) and not new.is_numbers
+        if not is_container or not (new.is_keyed or new.place == old.place):
+            return False
+        whole = reduce(or_, (self.bits[o] for o in old.variables))
+        pairs = [*zip(new.variables, old.variables, strict=True)]
+        made = [(n, o) for n, o in pairs if n in self.makers and not self._is_gradient(n)]
+        if any(self.makers[n].made_by is not Pass.FORWARD and self.updated[n] & whole for n, _ in made):
+            return True
+        return any(map(self._is_gradient, new.variables)) and any(self.is_kept(n, o) for n, o in made)
+
+    def _is_gradient(self, v: Variable) -> bool:
+        return v in self.makers and self.makers[v].made_by is Pass.BACKWARD
+
+    def may_be_kept_back(self, new: TreePart, old: TreePart) -> bool:
+        """Whether a part holds what another step may need, though it is not made of the other part.
+
+        Such as parameters, gradients, or what the update makes; the loss does not look at the other part, or
+        that other part is given as it is.
+        """
+        pairs = [(n, o) for n, o in zip(new.variables, old.variables, strict=True) if n is not o]
+        given = [n in self.bits for n, _ in pairs]
+        gradients = [self._is_gradient(n) for n, _ in pairs]
+        unseen = self.looked_at.isdisjoint(old.variables)
+        return bool(pairs) and (all(given) or (unseen and (any(gradients) or old.bears_own)))
 
     def is_counted_on(self, new: TreePart, old: TreePart) -> bool:
         """Whether numbers are made of others by adding to them, or choosing, whatever that is made of."""

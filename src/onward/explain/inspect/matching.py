@@ -1,0 +1,45 @@
+"""Which results replace which arguments, of those that are built alike and computed from one another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from onward.explain.inspect.flow import Provenance
+from onward.explain.inspect.parts import TreePart
+
+Pair = tuple[TreePart, TreePart]
+Choice = tuple[TreePart, list[TreePart]]
+
+
+def beside(numbers: Iterable[Choice], pairs: Sequence[Pair]) -> list[Choice]:
+    """The choices that remain for numbers that lie beside one of these pairs, or in no container."""
+    news, olds = [new for new, _ in pairs], [old for _, old in pairs]
+    left = [
+        (new, [o for o in fitting if o.is_accompanied(olds) and not any(o.overlaps(old) for old in olds)])
+        for new, fitting in numbers
+        if new.is_accompanied(news)
+    ]
+    return [choice for choice in left if choice[1]]
+
+
+def decided(choices: list[Choice], flow: Provenance) -> list[Pair]:
+    """One argument for each result, each argument once.
+
+    What has the fewest candidates is decided first; among several candidates the one that most of the update
+    reads, then the one that stands in the same place. Of several results that are left the same candidates,
+    such as an update and what comes of adding it, the last to be computed from another is meant.
+    """
+
+    def best(new: TreePart, fitting: Sequence[TreePart]) -> TreePart:
+        return max(fitting, key=lambda old: (flow.share(new, old), old.place == new.place))
+
+    pairs: list[Pair] = []
+    while choices:
+        new, fitting = min(choices, key=lambda choice: len(choice[1]))
+        old = best(new, fitting)
+        for rival, olds in choices:
+            if len(olds) == len(fitting) and best(rival, olds) is old and flow.reads(rival, new):
+                new = rival
+        pairs.append((new, old))
+        rest = ((n, [o for o in olds if not o.overlaps(old)]) for n, olds in choices if n is not new)
+        choices = [(n, olds) for n, olds in rest if olds]
+    return pairs

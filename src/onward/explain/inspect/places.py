@@ -1,0 +1,102 @@
+"""The places of results: what stands where an argument stands, by position or by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
+
+from onward.explain.inspect.matching import Pair
+from onward.explain.inspect.parts import TreePart
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """The arguments of a step, and the results that stand in their places and are built alike.
+
+    A result stands in the place of an argument if its key or field is the argument's name, or if it is as
+    many-th among the results, or in a tuple that is one of these.
+
+    Attributes:
+        arguments: every part of the arguments.
+        results: every part of the results.
+        names: those of the arguments.
+    """
+
+    arguments: Sequence[TreePart]
+    results: Sequence[TreePart]
+    names: Sequence[str]
+
+    @cached_property
+    def wholes(self) -> list[TreePart]:
+        """The arguments that hold arrays, in their order."""
+        first = {part.place: part for part in reversed(self.arguments) if part.around is None}
+        return sorted(first.values(), key=lambda part: part.place)
+
+    @cached_property
+    def beside(self) -> dict[int, TreePart]:
+        """The result in the place of each argument that has one."""
+        found = {old.place: next(self._standing(old), None) for old in self.wholes}
+        return {place: new for place, new in found.items() if new is not None}
+
+    def _standing(self, old: TreePart) -> Iterator[TreePart]:
+        alike = [new for new in self.results if new.path is not None and new.is_alike(old)]
+        name, place = self.names[old.place], old.place
+        yield from (new for new in alike if new.path in ((name,), (place,)) or (not place and new.path == ()))
+        yield from (new for new in alike if len(new.path or ()) == 2 and (new.path or ())[1] in (name, place))
+
+    def crossed(self, pairs: Iterable[Pair]) -> list[Pair]:
+        """The pairs that contradict the places of their results, in the order of the arguments.
+
+        One result stands in the place of an argument, and is the next value of another whose place holds
+        another result; or two stand the other way around than their arguments do.
+        """
+        whole = [(new, old) for new, old in pairs if old.around is None]
+        crossed = {old.place for new, old in whole if self._is_elsewhere(new, old)}
+        for (new, old), (other, beside) in combinations(whole, 2):
+            turned = (new.start < other.start) != (old.place < beside.place)
+            if turned and _in_a_row(new, other) and old.is_alike(beside):
+                crossed |= {old.place, beside.place}
+        return sorted((pair for pair in whole if pair[1].place in crossed), key=lambda pair: pair[1].place)
+
+    def _is_elsewhere(self, new: TreePart, old: TreePart) -> bool:
+        other = self.beside.get(old.place)
+        return other is not None and other is not new and any(new is seat for seat in self.beside.values())
+
+    def straight(self, crossed: Sequence[Pair]) -> list[Pair]:
+        """The pairs that the places tell, or else the order, of the arguments and results of some that do not."""
+        olds = [old for _, old in crossed]
+        if all(old.place in self.beside for old in olds):
+            return [(self.beside[old.place], old) for old in olds]
+        news = sorted((new for new, _ in crossed), key=lambda new: new.start)
+        pairs = [*zip(news, olds, strict=True)]
+        return pairs if all(new.is_alike(old) for new, old in pairs) else []
+
+    def row(self, olds: Sequence[TreePart]) -> list[Pair]:
+        """The only row of results, one after the other, that are built as these arguments are."""
+        rows: dict[tuple[int | str, ...], dict[int | str, TreePart]] = {}
+        for new in self.results:
+            if new.path:
+                rows.setdefault(new.path[:-1], {})[new.path[-1]] = new
+        found = [
+            [*zip(news, olds, strict=True)]
+            for row in rows.values()
+            for first in row
+            if isinstance(first, int) and (news := _run(row, first, len(olds)))
+            if all(new.is_alike(old) for new, old in zip(news, olds, strict=True))
+        ]
+        return found[0] if len(found) == 1 else []
+
+
+def _run(row: dict[int | str, TreePart], first: int, count: int) -> list[TreePart]:
+    """So many results of a row in their order, from one on; none if they are fewer."""
+    found = [row[i] for i in range(first, first + count) if i in row]
+    return found if len(found) == count else []
+
+
+def _in_a_row(new: TreePart, other: TreePart) -> bool:
+    """Whether both stand in one container whose parts have an order."""
+    if not new.path or not other.path or new.path[:-1] != other.path[:-1]:
+        return False
+    return isinstance(new.path[-1], int) and isinstance(other.path[-1], int)
