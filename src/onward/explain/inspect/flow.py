@@ -131,16 +131,16 @@ class Provenance:
         return v in self.makers and self.makers[v].made_by is Pass.BACKWARD
 
     def may_be_kept_back(self, new: TreePart, old: TreePart) -> bool:
-        """Whether a part holds what another step may need, though it is not made of the other part.
+        """Whether the next step may need a part in place of another, though it is not made of that.
 
-        Such as parameters, gradients, or what the update makes; the loss does not look at the other part, or
-        that other part is given as it is.
+        Such as another argument as it is, or, where the loss does not look at what it replaces, gradients,
+        and containers with keys or fields.
         """
         pairs = [(n, o) for n, o in zip(new.variables, old.variables, strict=True) if n is not o]
-        given = [n in self.bits for n, _ in pairs]
-        gradients = [self._is_gradient(n) for n, _ in pairs]
-        unseen = self.looked_at.isdisjoint(old.variables)
-        return bool(pairs) and (all(given) or (unseen and (any(gradients) or old.bears_own)))
+        if not pairs or all(n in self.bits for n, _ in pairs):
+            return bool(pairs)
+        is_seen = not self.looked_at.isdisjoint(old.variables)
+        return not is_seen and (old.bears_keys or any(self._is_gradient(n) for n, _ in pairs))
 
     def is_counted_on(self, new: TreePart, old: TreePart) -> bool:
         """Whether numbers are made of others by adding to them, or choosing, whatever that is made of."""

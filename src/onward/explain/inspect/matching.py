@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+
 from onward.explain.inspect.flow import Provenance
 from onward.explain.inspect.parts import TreePart
 

@@ -48,12 +48,17 @@ class TreePart:
     def is_numbers(self) -> bool:
         """Whether it is a number, or several in a row, that no key or field tells from other numbers."""
         single = all(not v.shape and not jnp.issubdtype(v.dtype, jax.dtypes.prng_key) for v in self.variables)
-        return single and not _bears_keys(self.treedef)
+        return single and not self.bears_keys
 
     @property
     def is_keyed(self) -> bool:
         """Whether it is a container with keys or fields."""
         return _is_keyed(self.treedef)
+
+    @property
+    def bears_keys(self) -> bool:
+        """Whether there is a container with keys or fields in it."""
+        return _bears_keys(self.treedef)
 
     @property
     def bears_own(self) -> bool:

@@ -47,31 +47,28 @@ class Places:
         yield from (new for new in alike if len(new.path or ()) == 2 and (new.path or ())[1] in (name, place))
 
     def crossed(self, pairs: Iterable[Pair]) -> list[Pair]:
-        """The pairs that contradict the places of their results, in the order of the arguments.
+        """The pairs whose result stands in the place of another argument, while another stands in its own."""
+        seats = [*self.beside.values()]
 
-        One result stands in the place of an argument, and is the next value of another whose place holds
-        another result; or two stand the other way around than their arguments do.
-        """
-        whole = [(new, old) for new, old in pairs if old.around is None]
-        crossed = {old.place for new, old in whole if self._is_elsewhere(new, old)}
+        def is_elsewhere(new: TreePart, old: TreePart) -> bool:
+            own = self.beside.get(old.place)
+            return own is not None and own is not new and any(new is seat for seat in seats)
+
+        return [(new, old) for new, old in pairs if old.around is None and is_elsewhere(new, old)]
+
+    def turned(self, pairs: Iterable[Pair]) -> list[Pair]:
+        """Two pairs, built alike, whose results stand the other way around than their arguments do."""
+        whole = sorted((p for p in pairs if p[1].around is None), key=lambda pair: pair[1].place)
         for (new, old), (other, beside) in combinations(whole, 2):
-            turned = (new.start < other.start) != (old.place < beside.place)
-            if turned and _in_a_row(new, other) and old.is_alike(beside):
-                crossed |= {old.place, beside.place}
-        return sorted((pair for pair in whole if pair[1].place in crossed), key=lambda pair: pair[1].place)
+            if new.start > other.start and _in_a_row(new, other) and old.is_alike(beside):
+                return [(new, old), (other, beside)]
+        return []
 
-    def _is_elsewhere(self, new: TreePart, old: TreePart) -> bool:
-        other = self.beside.get(old.place)
-        return other is not None and other is not new and any(new is seat for seat in self.beside.values())
-
-    def straight(self, crossed: Sequence[Pair]) -> list[Pair]:
-        """The pairs that the places tell, or else the order, of the arguments and results of some that do not."""
-        olds = [old for _, old in crossed]
-        if all(old.place in self.beside for old in olds):
-            return [(self.beside[old.place], old) for old in olds]
-        news = sorted((new for new, _ in crossed), key=lambda new: new.start)
-        pairs = [*zip(news, olds, strict=True)]
-        return pairs if all(new.is_alike(old) for new, old in pairs) else []
+    def straight(self, crossed: Iterable[Pair]) -> list[Pair]:
+        """The pairs that the places tell of the arguments and results of some that cross."""
+        news, olds = zip(*crossed, strict=True)
+        places = {old.place for old in olds} | {p for p, new in self.beside.items() if new in news}
+        return [(self.beside[old.place], old) for old in self.wholes if old.place in places]
 
     def row(self, olds: Sequence[TreePart]) -> list[Pair]:
         """The only row of results, one after the other, that are built as these arguments are."""

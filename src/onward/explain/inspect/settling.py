@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from onward.core.errors import ArgumentError
 from onward.core.program import Variable
+from onward.core.source import user_level
 from onward.explain.inspect.flow import Provenance
 from onward.explain.inspect.matching import Pair
 from onward.explain.inspect.parts import TreePart
 from onward.explain.inspect.places import Places
 
 _CROSSED = (
-    "{title} computes {new}, in the place of its argument {seat!r}, from its argument {name!r}, which is built "
-    "alike. Nothing shows which of the two it is the next value of. {say}"
+    "{title} computes {new}, in the place of its argument {seat!r}, from its argument {name!r}, which is "
+    "built alike. Nothing shows which of the two it is the next value of. Say carried={known} if each of "
+    "{group} is replaced by the result in its place; otherwise return every result in the place of the "
+    "argument that it replaces."
 )
-_SAY = (
-    "Say carried={known} if each of {group} is replaced by the result in its place; otherwise return the "
-    "results in the order of the arguments that they replace, in the places of these."
-)
-_REORDER = (
-    "Return the results in the order of the arguments that they replace: {group}, in the places of these."
+_TURNED = (
+    "{title} returns the next values of its arguments {first!r} and {second!r}, which are built alike, the "
+    "other way around than it takes them, if these are what each is computed from: {new} for {first!r}, "
+    "{other} for {second!r}. Return every result in the place of the argument that it replaces, to be sure."
 )
 _KEPT_BACK = (
     "{title} returns {new}, in the place of its argument {name!r}, which is built alike, and does not "
-    "compute it from that. Nothing shows whether it is the next value, as parameters or gradients of the step "
-    "before are, or a result. Say what is carried on from step to step: carried={all} if it is the next "
-    "value, carried={known} if it is a result."
+    "compute it from that. Nothing shows whether it is the next value, as parameters or gradients of the "
+    "step before are, or a result. Say what is carried on from step to step: {say}"
 )
 
 
@@ -54,7 +55,7 @@ class Settling:
     may_replace: Callable[[TreePart, TreePart], bool]
 
     def pairs(self) -> list[Pair]:
-        """All pairs; raises ``ArgumentError`` where place and dependence contradict each other."""
+        """All pairs; raises ``ArgumentError`` where place and dependence contradict."""
         settled: list[Pair] = []
         while True:
             pairs = self.matched(settled)
@@ -66,70 +67,76 @@ class Settling:
 
     def _as_told(self, pairs: Sequence[Pair], told: frozenset[Variable]) -> list[Pair]:
         """What a person says, of arguments that dependence does not tell, or tells against their places."""
-        crossed = self.places.crossed(pairs)
+        crossed = [old for _, old in self.places.crossed(pairs)]
         meant = [old for old in self.places.wholes if told.issuperset(old.variables)]
-        wanted = [old for old in meant if _is_lacking(old, pairs) or any(old is o for _, o in crossed)]
-        seated = [(self.places.beside[old.place], old) for old in wanted if old.place in self.places.beside]
-        if seated:
+        wanted = [old for old in meant if _is_lacking(old, pairs) or old in crossed]
+        beside = self.places.beside
+        if seated := [(beside[old.place], old) for old in wanted if old.place in beside]:
             return seated
-        if crossed:
-            raise ArgumentError(self._crossed(crossed))
+        if turned := self.places.turned(pairs):
+            raise ArgumentError(self._turned(turned))
         return self.places.row(meant) if wanted else []
 
     def _by_place(self, pairs: Sequence[Pair]) -> list[Pair]:
         """What place and dependence agree on, and state that is not made of the state before."""
         if crossed := self.places.crossed(pairs):
             straight = self.places.straight(crossed)
-            if straight and all(self.may_replace(new, old) for new, old in straight):
+            if all(self.may_replace(new, old) for new, old in straight):
                 return straight
             if self.asks:
-                raise ArgumentError(self._crossed(crossed, pairs))
+                raise ArgumentError(self._crossed(crossed[0], straight, pairs))
         left = self._kept_back(pairs)
-        own = [(new, old) for new, old in left if self._is_own(old)]
-        for new, old in left if self.asks and not own else ():
-            known = self._names(o.place for _, o in pairs)
-            all_of_them = self._names((*(o.place for _, o in pairs), old.place))
-            name = self.places.names[old.place]
-            raise ArgumentError(
-                _KEPT_BACK.format(title=self.title, new=_result(new), name=name, all=all_of_them, known=known)
-            )
+        own = [pair for pair in left if self._is_own(pair[1])]
+        if left and self.asks and not own:
+            raise ArgumentError(self._unpaired(left, pairs))
+        if not own and self.asks and (turned := self.places.turned(pairs)):
+            warnings.warn(self._turned(turned), stacklevel=user_level())
         return own
 
     def _kept_back(self, pairs: Sequence[Pair]) -> list[Pair]:
-        """The pairs by place of what dependence does not pair, and of which the next step may need the result."""
-        seats = [
-            (self.places.beside[old.place], old)
-            for old in self.places.wholes
-            if old.place in self.places.beside
-        ]
-        free = [
-            (new, old)
-            for new, old in seats
-            if not new.is_numbers and not any(new.overlaps(n) or old.overlaps(o) for n, o in pairs)
-        ]
-        return [pair for pair in free if self.flow.may_be_kept_back(*pair)] if pairs else []
+        """The pairs by place that dependence does not tell, and whose results the next step may need."""
+        beside = self.places.beside
+        seats = [(beside[old.place], old) for old in self.places.wholes if old.place in beside]
+
+        def is_free(new: TreePart, old: TreePart) -> bool:
+            return not new.is_numbers and not any(new.overlaps(n) or old.overlaps(o) for n, o in pairs)
+
+        free = [pair for pair in seats if is_free(*pair)] if pairs else []
+        return [pair for pair in free if self.flow.may_be_kept_back(*pair)]
 
     def _is_own(self, old: TreePart) -> bool:
+        """Whether its containers show that it is state: somebody's own, at which the loss does not look."""
         return old.bears_own and self.flow.looked_at.isdisjoint(old.variables)
 
-    def _crossed(self, crossed: Sequence[Pair], pairs: Sequence[Pair] | None = None) -> str:
-        """The question, or, where no answer of a person's can tell, the advice."""
-        new, old = crossed[0]
-        seats = [place for place, seat in self.places.beside.items() if seat is new]
-        places = {o.place for _, o in crossed}
-        group = self._names((*places, *seats))
-        say = _REORDER.format(group=group)
-        if pairs is not None and all(place in self.places.beside for place in (*places, *seats)):
-            known = self._names((*(o.place for _, o in pairs), *places, *seats))
-            say = _SAY.format(known=known, group=group)
-        other = next((p for p in (*seats, *places) if p != old.place), old.place)
-        names = self.places.names
+    def _crossed(self, pair: Pair, straight: Sequence[Pair], pairs: Sequence[Pair]) -> str:
+        new, old = pair
+        (seat,) = (other.place for result, other in straight if result is new)
         return _CROSSED.format(
-            title=self.title, new=_result(new), seat=names[other], name=names[old.place], say=say
+            title=self.title,
+            new=_result(new),
+            seat=self.places.names[seat],
+            name=self.places.names[old.place],
+            known=self._names([*pairs, *straight]),
+            group=self._names(straight),
         )
 
-    def _names(self, places: Iterable[int]) -> list[str]:
-        return [self.places.names[place] for place in sorted(set(places))]
+    def _turned(self, pairs: Sequence[Pair]) -> str:
+        (new, old), (other, beside) = pairs
+        names = {"first": self.places.names[old.place], "second": self.places.names[beside.place]}
+        return _TURNED.format(title=self.title, new=_result(new), other=_result(other), **names)
+
+    def _unpaired(self, left: Sequence[Pair], pairs: Sequence[Pair]) -> str:
+        (new, old), *others = left
+        known, whole, group = self._names(pairs), self._names([*pairs, *left]), self._names(left)
+        say = f"carried={whole} if it is the next value, carried={known} if it is a result."
+        if others:
+            say = f"carried={known} with those of {group} that are next values: carried={whole} if all are."
+        name = self.places.names[old.place]
+        return _KEPT_BACK.format(title=self.title, new=_result(new), name=name, say=say)
+
+    def _names(self, pairs: Iterable[Pair]) -> list[str]:
+        """The names of the arguments in which these lie."""
+        return [self.places.names[place] for place in sorted({old.place for _, old in pairs})]
 
 
 def _is_lacking(old: TreePart, pairs: Sequence[Pair]) -> bool:
@@ -140,8 +147,4 @@ def _is_lacking(old: TreePart, pairs: Sequence[Pair]) -> bool:
 def _result(new: TreePart) -> str:
     first, *rest = new.variables
     types = f"{first.type} and {len(rest)} more" if rest else str(first.type)
-    return (
-        f"{types}, a part of its result number {new.place + 1}"
-        if len(new.path or ()) > 1
-        else f"{types}, its result number {new.place + 1}"
-    )
+    return f"{types} in its result number {new.place + 1}"
