@@ -85,7 +85,22 @@ class Structure:
                 parts.append("a container has another value beside its arrays")
             else:
                 parts.append(f"its containers are {given}, expected {wanted}")
-        return f"{what} is not built as it was when the Program was traced: {'; '.join(parts)}."
+        said = f"{what} is not built as it was when the Program was traced: {'; '.join(parts)}."
+        return said + (_MORE.format(what=what) if self._is_among(tree, whole) else "")
+
+    def _is_among(self, tree: Any, whole: Any) -> bool:
+        """Whether a tuple holds all of this, and more, such as all that an adopted step is given."""
+        if type(tree) is not tuple:
+            return False
+        wanted = self.treedef.children() if type(whole) is tuple else [self.treedef]
+        given = [jax.tree.structure(x) for x in tree]
+        return len(given) > len(wanted) and all(child in given for child in wanted)
+
+
+_MORE = (
+    " If these are arguments of an adopted step, {what} alone is carried on, and what else it takes is fed "
+    "with each call. Where that is carried on too, name all that is: ow.adopt(..., carried=[...])."
+)
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,6 +2,8 @@
 
 A result replaces an argument if it is built as that is, container for container and type for type, and is
 computed from it otherwise than by differentiation: by the update, or in the forward pass as statistics are.
+Where a result stands in the place of one argument and is computed from another, place and name count if a
+person says that both are carried on, or if they lie in one container that comes back with the same keys.
 What the forward pass makes may as well be a result, as a reconstruction of the batch is: where nothing shows
 which it is, a person is asked.
 """

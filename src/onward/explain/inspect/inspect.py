@@ -68,9 +68,11 @@ def inspect(
     The passes are read off the marks that JAX leaves on what it differentiates. Results that are built as an
     argument is, and computed from it by the update, are the next value of that argument: it is state then,
     and a parameter if it has a gradient. All other arguments are data. A number alone is state if it is
-    counted on (a step, a loss scale), not if it scales a result (a learning rate beside a norm). What the
+    counted on (a step, a loss scale), not if it scales a result (a learning rate beside a norm). Where one
+    container comes back with the same keys or fields, each part replaces the part of the same path. What the
     forward pass makes of an argument that the loss looks at, as long as the batch, may be a hidden state or a
-    reconstruction: then ``carried`` has to say. Nothing is run.
+    reconstruction: then ``carried`` has to say, as it has where a result stands in the place of one argument
+    and is computed from another. Nothing is run.
 
     A loop over steps, epochs or micro-batches is one op, and is opened: one turn of it is a Program of its
     own in ``subprograms``, with parameters, gradients, loss and passes, which the listing shows below it and
@@ -90,7 +92,9 @@ def inspect(
         args: what it is called with: arrays, ``jax.ShapeDtypeStruct``, containers and modules of them. Python
             numbers are data, unless the step needs their values: then they stay as they are.
         carried: the names of the arguments that are carried on from step to step, or of places in them
-            (``"state/params"``); found unless given. Modules of flax.nnx are carried on always.
+            (``"state/params"``); found unless given. One that is named is replaced by the result in its
+            place, or of its name, that is built alike, even if that is computed from another, or from none,
+            as the gradient of the step before is. Modules of flax.nnx are carried on always.
         kwargs: the same by name.
 
     Raises:

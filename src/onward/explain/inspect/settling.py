@@ -86,12 +86,14 @@ class Settling:
             if self.asks:
                 raise ArgumentError(self._crossed(crossed[0], straight, pairs))
         left = self._kept_back(pairs)
-        own = [pair for pair in left if self._is_own(pair[1])]
-        if left and self.asks and not own:
+        sure = [pair for pair in left if self._is_own(pair[1])]
+        if not self.asks or sure:
+            return sure or left
+        if left:
             raise ArgumentError(self._unpaired(left, pairs))
-        if not own and self.asks and (turned := self.places.turned(pairs)):
+        if turned := self.places.turned(pairs):
             warnings.warn(self._turned(turned), stacklevel=user_level())
-        return own
+        return []
 
     def _kept_back(self, pairs: Sequence[Pair]) -> list[Pair]:
         """The pairs by place that dependence does not tell, and whose results the next step may need."""
