@@ -1,4 +1,4 @@
-"""The results of an adopted step that are next values of its arguments: by place, by name, by ``carried=``."""
+"""The results of an adopted step that are next values of its arguments: by place, name and ``carried=``."""
 
 from typing import Any, NamedTuple
 
@@ -214,6 +214,40 @@ def test_results_behind_the_loss_count_in_their_order():
     program = ow.adopt(loss_first(follow_the_leader), W, ZERO, X, Y, carried=["first", "second"])
     assert [v.name for v in program.parameters] == ["first"]
     assert len(program.next_state) == 2
+
+
+def test_three_behind_the_loss_are_no_contradiction():
+    """Each result stands in the place of the argument before."""
+
+    def step(a, b, c, x, y):
+        v, g = found(a, x, y)
+        total = a + b + c - 0.1 * g
+        return v, a + 0.1 * total, b + 0.2 * total, c + 0.3 * total
+
+    program = ow.adopt(step, W, 2 * W, 3 * W, X, Y)
+    compiled = ow.compile(program)
+    state, _ = compiled(compiled.init((W, 2 * W, 3 * W)), X, Y)
+    np.testing.assert_allclose(state.parameters, step(W, 2 * W, 3 * W, X, Y)[1:], rtol=1e-5)
+
+
+def test_roles_that_swap_behind_the_loss():
+    step = loss_first(double)
+    program = ow.adopt(step, W, 2 * W, X, Y, carried=["first", "second"])
+    compiled = ow.compile(program)
+    state, _ = compiled(compiled.init((W, 2 * W)), X, Y)
+    np.testing.assert_allclose(state.parameters, step(W, 2 * W, X, Y)[1:], rtol=1e-5)
+
+
+def test_a_state_behind_the_loss_is_found():
+    optimizer = RULES["zero_nans"]()
+
+    def step(params, opt_state, x, y):
+        v, g = found(params, x, y)
+        updates, opt_state = optimizer.update(g, opt_state, params)
+        return v, optax.apply_updates(params, updates), opt_state
+
+    program = ow.adopt(step, W, optimizer.init(W), X, Y)
+    assert {v.name for v in program.next_state} == {"params", "opt_state/0/found_nan"}
 
 
 def test_next_values_the_other_way_around_are_told_of():

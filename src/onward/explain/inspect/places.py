@@ -10,23 +10,29 @@ from itertools import combinations
 from onward.explain.inspect.matching import Pair
 from onward.explain.inspect.parts import TreePart
 
+Path = tuple[int | str, ...]
+
 
 @dataclass(frozen=True, eq=False)
 class Places:
     """The arguments of a step, and the results that stand in their places and are built alike.
 
     A result stands in the place of an argument if its key or field is the argument's name, or if it is as
-    many-th among the results, or in a tuple that is one of these.
+    many-th among the results, or in a tuple that is one of these; not if all that are carried on stand by the
+    same number of places further on, as behind a loss. A state in containers of somebody's own stands where
+    the only result is that is built so.
 
     Attributes:
         arguments: every part of the arguments.
         results: every part of the results.
         names: those of the arguments.
+        carried: the places of the arguments that are known to be carried on.
     """
 
     arguments: Sequence[TreePart]
     results: Sequence[TreePart]
     names: Sequence[str]
+    carried: frozenset[int] = frozenset()
 
     @cached_property
     def wholes(self) -> list[TreePart]:
@@ -41,10 +47,33 @@ class Places:
         return {place: new for place, new in found.items() if new is not None}
 
     def _standing(self, old: TreePart) -> Iterator[TreePart]:
+        """The results that stand in the place of an argument, the first of which counts."""
         alike = [new for new in self.results if new.path is not None and new.is_alike(old)]
-        name, place = self.names[old.place], old.place
-        yield from (new for new in alike if new.path in ((name,), (place,)) or (not place and new.path == ()))
-        yield from (new for new in alike if len(new.path or ()) == 2 and (new.path or ())[1] in (name, place))
+        for length in (1, 2):
+            for new in alike:
+                path = new.path or ()
+                if len(path) == length and self._is_there(path, old, alike):
+                    yield new
+        if len(alike) == 1 and (alike[0].path == () or old.bears_own) and len(self._like(old)) == 1:
+            yield alike[0]
+
+    def _is_there(self, path: Path, old: TreePart, alike: Sequence[TreePart]) -> bool:
+        if path[-1] == self.names[old.place]:
+            return True
+        return path[-1] == old.place and not self._is_moved(path, old, alike)
+
+    def _is_moved(self, path: Path, old: TreePart, alike: Sequence[TreePart]) -> bool:
+        """Whether what is carried on stands in the row of its arguments, by some places further on."""
+        row = [new.path[-1] for new in alike if new.path and new.path[:-1] == path[:-1]]
+        carried = [other.place for other in self._like(old) if other.place in self.carried]
+        if len(row) != len(carried):
+            return False
+        steps = {at - place for at, place in zip(row, carried, strict=True) if isinstance(at, int)}
+        return len(steps) == 1 and steps != {0}
+
+    def _like(self, old: TreePart) -> list[TreePart]:
+        """The arguments that are built as one is, with it."""
+        return [other for other in self.wholes if other.is_alike(old)]
 
     def crossed(self, pairs: Iterable[Pair]) -> list[Pair]:
         """The pairs whose result stands in the place of another argument, while another stands in its own."""
@@ -72,7 +101,7 @@ class Places:
 
     def row(self, olds: Sequence[TreePart]) -> list[Pair]:
         """The only row of results, one after the other, that are built as these arguments are."""
-        rows: dict[tuple[int | str, ...], dict[int | str, TreePart]] = {}
+        rows: dict[Path, dict[int | str, TreePart]] = {}
         for new in self.results:
             if new.path:
                 rows.setdefault(new.path[:-1], {})[new.path[-1]] = new

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from onward.core.errors import ArgumentError
 from onward.core.program import Variable
@@ -59,11 +59,18 @@ class Settling:
         settled: list[Pair] = []
         while True:
             pairs = self.matched(settled)
-            more = self._by_place(pairs) if self.told is None else self._as_told(pairs, self.told)
+            here = replace(self, places=replace(self.places, carried=self._carried(pairs)))
+            more = here._by_place(pairs) if self.told is None else here._as_told(pairs, self.told)
             more = [(new, old) for new, old in more if not any(old is known for _, known in settled)]
             if not more:
                 return pairs
             settled += more
+
+    def _carried(self, pairs: Sequence[Pair]) -> frozenset[int]:
+        """The places of the arguments that are carried on, as a person says, or by dependence."""
+        if self.told is None:
+            return frozenset(old.place for _, old in pairs if old.around is None)
+        return frozenset(old.place for old in self.places.wholes if self.told.issuperset(old.variables))
 
     def _as_told(self, pairs: Sequence[Pair], told: frozenset[Variable]) -> list[Pair]:
         """What a person says, of arguments that dependence does not tell, or tells against their places."""
