@@ -21,7 +21,7 @@ from onward.core.program import Variable
 from onward.explain.inspect.flow import Provenance
 from onward.explain.inspect.matching import Choice, Pair, beside, decided
 from onward.explain.inspect.parts import TreePart
-from onward.explain.inspect.places import Places
+from onward.explain.inspect.seats import Seats
 from onward.explain.inspect.settling import Settling
 
 
@@ -55,9 +55,9 @@ class Ends:
             ArgumentError: nothing shows whether a result is a next value, or one comes back in another dtype,
                 or what a person says is carried on is not.
         """
-        places = Places(self.arguments, self.results, self.names)
+        seats = Seats(self.arguments, self.results, self.names)
         search = Settling(
-            places, self.flow, self.told, self.asks, self.title, self._matched, self._may_replace
+            seats, self.flow, self.told, self.asks, self.title, self._matched, self._may_replace
         )
         pairs = search.pairs()
         self._expect_same_types(pairs)

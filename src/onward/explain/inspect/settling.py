@@ -12,7 +12,7 @@ from onward.core.source import user_level
 from onward.explain.inspect.flow import Provenance
 from onward.explain.inspect.matching import Pair
 from onward.explain.inspect.parts import TreePart
-from onward.explain.inspect.places import Places
+from onward.explain.inspect.seats import Seats
 
 _CROSSED = (
     "{title} computes {new}, in the place of its argument {seat!r}, from its argument {name!r}, which is "
@@ -37,7 +37,7 @@ class Settling:
     """The search for pairs that dependence and place agree on, and that a person says.
 
     Attributes:
-        places: what stands where.
+        seats: what stands where.
         flow: how results are computed of arguments.
         told: what a person says is carried on; None if nobody says.
         asks: whether a person is asked.
@@ -46,7 +46,7 @@ class Settling:
         may_replace: whether a result may be the next value of an argument by what it is computed from.
     """
 
-    places: Places
+    seats: Seats
     flow: Provenance
     told: frozenset[Variable] | None
     asks: bool
@@ -59,7 +59,7 @@ class Settling:
         settled: list[Pair] = []
         while True:
             pairs = self.matched(settled)
-            here = replace(self, places=replace(self.places, carried=self._carried(pairs)))
+            here = replace(self, seats=replace(self.seats, carried=self._carried(pairs)))
             more = here._by_place(pairs) if self.told is None else here._as_told(pairs, self.told)
             more = [(new, old) for new, old in more if not any(old is known for _, known in settled)]
             if not more:
@@ -70,24 +70,24 @@ class Settling:
         """The places of the arguments that are carried on, as a person says, or by dependence."""
         if self.told is None:
             return frozenset(old.place for _, old in pairs if old.around is None)
-        return frozenset(old.place for old in self.places.wholes if self.told.issuperset(old.variables))
+        return frozenset(old.place for old in self.seats.wholes if self.told.issuperset(old.variables))
 
     def _as_told(self, pairs: Sequence[Pair], told: frozenset[Variable]) -> list[Pair]:
-        """What a person says, of arguments that dependence does not tell, or tells against their places."""
-        crossed = [old for _, old in self.places.crossed(pairs)]
-        meant = [old for old in self.places.wholes if told.issuperset(old.variables)]
+        """The pairs that a person says, where dependence tells none, or tells against the places."""
+        crossed = [old for _, old in self.seats.crossed(pairs)]
+        meant = [old for old in self.seats.wholes if told.issuperset(old.variables)]
         wanted = [old for old in meant if _is_lacking(old, pairs) or old in crossed]
-        beside = self.places.beside
+        beside = self.seats.beside
         if seated := [(beside[old.place], old) for old in wanted if old.place in beside]:
             return seated
-        if turned := self.places.turned(pairs):
+        if turned := self.seats.turned(pairs):
             raise ArgumentError(self._turned(turned))
-        return self.places.row(meant) if wanted else []
+        return self.seats.row(meant) if wanted else []
 
     def _by_place(self, pairs: Sequence[Pair]) -> list[Pair]:
-        """What place and dependence agree on, and state that is not made of the state before."""
-        if crossed := self.places.crossed(pairs):
-            straight = self.places.straight(crossed)
+        """The pairs that place and dependence agree on, and those of state not made of the state before."""
+        if crossed := self.seats.crossed(pairs):
+            straight = self.seats.straight(crossed)
             if all(self.may_replace(new, old) for new, old in straight):
                 return straight
             if self.asks:
@@ -98,14 +98,14 @@ class Settling:
             return sure or left
         if left:
             raise ArgumentError(self._unpaired(left, pairs))
-        if turned := self.places.turned(pairs):
+        if turned := self.seats.turned(pairs):
             warnings.warn(self._turned(turned), stacklevel=user_level())
         return []
 
     def _kept_back(self, pairs: Sequence[Pair]) -> list[Pair]:
         """The pairs by place that dependence does not tell, and whose results the next step may need."""
-        beside = self.places.beside
-        seats = [(beside[old.place], old) for old in self.places.wholes if old.place in beside]
+        beside = self.seats.beside
+        seats = [(beside[old.place], old) for old in self.seats.wholes if old.place in beside]
 
         def is_free(new: TreePart, old: TreePart) -> bool:
             return not new.is_numbers and not any(new.overlaps(n) or old.overlaps(o) for n, o in pairs)
@@ -123,15 +123,15 @@ class Settling:
         return _CROSSED.format(
             title=self.title,
             new=_result(new),
-            seat=self.places.names[seat],
-            name=self.places.names[old.place],
+            seat=self.seats.names[seat],
+            name=self.seats.names[old.place],
             known=self._names([*pairs, *straight]),
             group=self._names(straight),
         )
 
     def _turned(self, pairs: Sequence[Pair]) -> str:
         (new, old), (other, beside) = pairs
-        names = {"first": self.places.names[old.place], "second": self.places.names[beside.place]}
+        names = {"first": self.seats.names[old.place], "second": self.seats.names[beside.place]}
         return _TURNED.format(title=self.title, new=_result(new), other=_result(other), **names)
 
     def _unpaired(self, left: Sequence[Pair], pairs: Sequence[Pair]) -> str:
@@ -140,12 +140,12 @@ class Settling:
         say = f"carried={whole} if it is the next value, carried={known} if it is a result."
         if others:
             say = f"carried={known} with those of {group} that are next values: carried={whole} if all are."
-        name = self.places.names[old.place]
+        name = self.seats.names[old.place]
         return _KEPT_BACK.format(title=self.title, new=_result(new), name=name, say=say)
 
     def _names(self, pairs: Iterable[Pair]) -> list[str]:
         """The names of the arguments in which these lie."""
-        return [self.places.names[place] for place in sorted({old.place for _, old in pairs})]
+        return [self.seats.names[place] for place in sorted({old.place for _, old in pairs})]
 
 
 def _is_lacking(old: TreePart, pairs: Sequence[Pair]) -> bool:

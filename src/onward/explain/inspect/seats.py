@@ -1,4 +1,4 @@
-"""The places of results: what stands where an argument stands, by position or by name."""
+"""The seats of results: what stands where an argument stands, by position or by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Path = tuple[int | str, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Places:
+class Seats:
     """The arguments of a step, and the results that stand in their places and are built alike.
 
     A result stands in the place of an argument if its key or field is the argument's name, or if it is as
