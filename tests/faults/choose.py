@@ -1,12 +1,15 @@
 """Chooses the cases that the check runs: those that together take every way that all of them take.
 
     python -m pytest -n 3 --dist loadfile -p tests.faults.record
-    python -m tests.faults.choose [--record .faults] [--times 2]
+    python -m tests.faults.choose [--record .faults] [--times 1]
 
-Of every test the first case runs, and all that take no time, or start processes, which the recorder does not
-see into. To them are added, by what is new in each for its time, the cases that it takes for each function of
-``src/onward`` to be entered, and each way of each branch to be taken, by as many cases as ``--times`` says,
-if so many do it, and by one from the folder of tests of the same name. ``tests/cases.txt`` is written anew.
+All cases run that take no time, and those that the recorder does not see into: of files at the top of
+``tests``, which are about pages, programs and the house, and what starts processes. Of every other test the
+first case runs, unless that takes long. To them are added, by what is new in each for its time, the cases
+that it takes for each function of ``src/onward`` to be entered, and each way of each branch to be taken, by
+as many as ``--times`` says, if so many do it, and by one from the folder of tests of the same name. A test
+that takes long, and no way that others do not take, is left to the run of all. ``tests/cases.txt`` is written
+anew.
 """
 
 from __future__ import annotations
@@ -19,11 +22,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from tests.cases import LIST
+from tests.cases import LIST, NONE
 from tests.quick import function_of
 
 LEAST = 0.005  # seconds of a case that takes none
 CHEAP = 0.06  # seconds of a case that is not worth leaving out
+LONG = 0.5  # seconds of a first case that has to be worth it
 
 
 class Case(NamedTuple):
@@ -38,11 +42,17 @@ class Case(NamedTuple):
     def seconds(self) -> float:
         return max(self.cpu, LEAST) + self.processes
 
+    @property
+    def always(self) -> bool:
+        """Whether it runs whatever it enters."""
+        at_top = folder_of(self.name).startswith("test_")
+        return at_top or self.processes > 0.05 or self.seconds < CHEAP
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.faults.choose")
     parser.add_argument("--record", type=Path, default=Path(".faults"))
-    parser.add_argument("--times", type=int, default=2)
+    parser.add_argument("--times", type=int, default=1)
     options = parser.parse_args()
     cases, folders = recorded(options.record)
     chosen = choice(cases, folders, options.times)
@@ -85,8 +95,8 @@ def choice(cases: list[Case], folders: list[str], times: int) -> set[int]:
         return float(np.count_nonzero(needed[asked[i]] > 0)) / cases[i].seconds
 
     first = {function_of(case.name): i for i, case in reversed([*enumerate(cases)])}
-    free = (i for i, case in enumerate(cases) if case.processes > 0.05 or case.seconds < CHEAP)
-    for i in {*first.values(), *free}:
+    short = {i for i in first.values() if cases[i].seconds < LONG}
+    for i in short | {i for i, case in enumerate(cases) if case.always}:
         take(i)
     heap = [(-worth(i), i) for i in range(len(cases)) if i not in chosen]
     heapq.heapify(heap)
@@ -126,7 +136,7 @@ def write(cases: list[Case], chosen: set[int]) -> None:
     for i in chosen:
         kept[function_of(cases[i].name)].append(cases[i].name)
     cut = {function_of(case.name) for i, case in enumerate(cases) if i not in chosen}
-    lines = sorted(name for function in cut for name in kept[function])
+    lines = sorted(name for function in cut for name in kept.get(function) or [f"{NONE}{function}"])
     LIST.write_text("".join(f"{line}\n" for line in lines))
 
 

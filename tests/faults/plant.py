@@ -104,7 +104,7 @@ def _recorded(folder: Path, some: dict[str, set[str]]) -> dict[str, dict[str, fl
     tests: dict[str, dict[str, float]] = {}
     for row in rows:
         for function in row["functions"]:
-            tests.setdefault(function, {}).update(cases[function_of(row["test"])])
+            tests.setdefault(function, {}).update(cases.get(function_of(row["test"]), {}))
     if not tests:
         sys.exit(f"no recorded tests in {folder}: pytest -n 3 --dist loadfile -p tests.faults.record")
     return tests
