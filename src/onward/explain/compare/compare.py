@@ -142,7 +142,7 @@ def _expect_float(precision: str | None) -> None:
     """Raise ``ArgumentError`` for a word that names no dtype of floats."""
     try:
         is_float = precision is None or jnp.issubdtype(jnp.dtype(held_in(precision)), jnp.floating)
-    except TypeError:
+    except (TypeError, ValueError):
         is_float = False
     if not is_float:
         raise ArgumentError(
