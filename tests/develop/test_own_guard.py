@@ -80,8 +80,15 @@ def test_without_the_guard_the_scale_falls_as_in_jax():
     assert float(state["scale"]) == float(plain[1]) < float(SCALE)
 
 
+def counted(w, bad, x):
+    """A step that counts what is not finite, and leaves nothing out."""
+    value, gradient = jax.value_and_grad(loss)(w, x)
+    return w - 0.1 * gradient, bad + ~jnp.isfinite(value), value
+
+
 def test_others_are_guarded_in_silence():
     ow.guard(ow.adopt(keeping, W, X, carried=["w"]))
+    ow.guard(ow.adopt(counted, W, jnp.int32(0), X, carried=["w", "bad"]))
     ow.guard(ow.Adam(0.1).minimize(lambda w, x: jnp.where(jnp.isfinite(loss(w, x)), 1.0, 0.0) * w[0], W, X))
 
 

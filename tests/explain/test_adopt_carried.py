@@ -307,3 +307,49 @@ def norm_in_the_place_of_the_rate(w, rate, x, y):
 )
 def test_results_that_only_look_alike_replace_nothing(step, args, state):
     assert [v.name for v in ow.adopt(step, *args).state] == [state]
+
+
+def momentum(w, m, x, y):
+    v, g = found(w, x, y)
+    m = 0.9 * m + g
+    return v, g, w - 0.05 * m, m
+
+
+BESIDE = {
+    "a gradient first": lambda v, g, w, m: (g, w, m, v),
+    "a gradient first, in a tuple": lambda v, g, w, m: ((g, w, m), v),
+    "an update first": lambda v, g, w, m: (0.05 * m, w, m, v),
+    "an update last": lambda v, g, w, m: (w, m, v, 0.05 * m),
+    "an update among metrics": lambda v, g, w, m: (w, m, {"loss": v, "update": 0.05 * m}),
+    "a norm among metrics": lambda v, g, w, m: (w, m, {"loss": v, "w": w / jnp.linalg.norm(w)}),
+    "metrics of that name first": lambda v, g, w, m: ({"w": abs(w), "m": g, "loss": v}, (w, m)),
+    "metrics of that name between": lambda v, g, w, m: (w, {"m": 2 * m, "loss": v}, m),
+}
+
+
+@pytest.mark.parametrize("carried", [None, ["w", "m"]], ids=["found", "said"])
+@pytest.mark.parametrize("returned", BESIDE.values(), ids=BESIDE)
+def test_results_beside_the_next_values_are_not_taken_for_them(returned, carried):
+    """Made of the next values they are results, wherever they stand, whatever they are called."""
+
+    def step(w, m, x, y):
+        return returned(*momentum(w, m, x, y))
+
+    compiled = ow.compile(ow.adopt(step, W, ZERO, X, Y, carried=carried))
+    ours, w, m = compiled.init((W, ZERO)), W, ZERO
+    for _ in range(STEPS):
+        ours, _ = compiled(ours, X, Y)
+        _, _, w, m = jax.jit(momentum)(w, m, X, Y)
+    np.testing.assert_allclose(ours["w"], w, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(ours["m"], m, rtol=1e-5, atol=1e-6)
+
+
+def test_of_parameters_alone_the_last_is_meant_that_is_made_of_the_argument_itself():
+    def step(w, x, y):
+        v, g = found(w, x, y)
+        update = -0.05 * (g + 0.1 * w)
+        return update, w + update, v, (w + update) / 2
+
+    compiled = ow.compile(ow.adopt(step, W, X, Y))
+    state, _ = compiled(compiled.init(W), X, Y)
+    np.testing.assert_allclose(state["w"], step(W, X, Y)[1], rtol=1e-6)

@@ -3,8 +3,9 @@
 >>> import jax, jax.numpy as jnp, onward as ow
 >>> def step(w, scale, x):
 ...     gradient = jax.grad(lambda w: scale * jnp.sum(w * x))(w) / scale
-...     scale = jnp.where(jnp.isfinite(gradient).all(), scale, scale / 2)
-...     return w - gradient, scale, jnp.sum(gradient)
+...     finite = jnp.isfinite(gradient).all()
+...     following = jnp.where(finite, w - gradient, w)
+...     return following, jnp.where(finite, scale, scale / 2), jnp.sum(gradient)
 >>> program = ow.adopt(step, jnp.ones(2), jnp.float32(1.0), jnp.ones(2), carried=["w", "scale"])
 >>> [v.name for v in own_guard(program).state]
 ['scale']
@@ -35,7 +36,8 @@ class OwnGuard(NamedTuple):
 def own_guard(program: Program) -> OwnGuard | None:
     """The first op by which an update asks that, if state follows from the answer and not from the numbers.
 
-    Slots that follow from the numbers of a gradient stay as they are in such a step, guarded or not.
+    The answer has to choose parameters too: a count of such steps guards nothing. Slots that follow from the
+    numbers of a gradient stay as they are in such a step, guarded or not.
     """
     loss = [] if program.loss is None else [program.loss]
     numbers = {*program.inputs, *loss, *(g for _, g in program.gradients)}
@@ -48,6 +50,8 @@ def own_guard(program: Program) -> OwnGuard | None:
         numbers.update(op.outputs[i] for i in _depending(op, read))
         asked = next((answers[v] for v in op.inputs if v in answers), None)
         answers.update({} if asked is None else dict.fromkeys(op.outputs, asked))
+    if not any(program.next_state.get(p) in answers for p, _ in program.gradients):
+        return None
     state = {
         v: answers[new] for v, new in program.next_state.items() if new in answers and new not in numbers
     }

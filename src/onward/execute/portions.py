@@ -128,8 +128,6 @@ class Portions:
         """How many rows each device gets: two at least, where examples of weight 0 change nothing."""
         if self.processes > 1:  # all processes must feed equally much
             return max(-(-rows // self.devices), self.each)
-        if rows == self.devices and self.each > 1 and not self.misled:
-            return 2
         return rows_of_each(rows, self.devices, self.weight)
 
     def filled(self, values: Sequence[Any], filling: Filling | None) -> list[Any]:

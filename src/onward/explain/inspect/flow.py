@@ -152,14 +152,20 @@ class Provenance:
         pairs = zip(new.variables, old.variables, strict=True)
         return any(n.shape and self.is_updated(n, o) for n, o in pairs)
 
-    def reads(self, part: TreePart, other: TreePart) -> bool:
-        """Whether a part is computed from what the ops make in another."""
-        wanted = {v for v in other.variables if v in self.makers}
-        seen, waiting = set(part.variables), [*part.variables]
+    def supersedes(self, part: TreePart, other: TreePart, old: TreePart) -> bool:
+        """Whether a part is made of an argument and of another part, as parameters are of their update.
+
+        What is made of the other part alone, such as a norm of the next parameters, is a result beside them.
+        """
+        return self._reads(part, other.variables) and self._reads(part, old.variables, other.variables)
+
+    def _reads(self, part: TreePart, wanted: Collection[Variable], around: Collection[Variable] = ()) -> bool:
+        """Whether a part is computed from any of these, by ways that lead around others."""
+        seen, waiting = {*part.variables, *around}, [*part.variables]
         while waiting:
             maker = self.makers.get(waiting.pop())
             new = set(maker.inputs) - seen if maker is not None else set()
-            if not wanted.isdisjoint(new):
+            if not new.isdisjoint(wanted):
                 return True
             seen |= new
             waiting.extend(new)

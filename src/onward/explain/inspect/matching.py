@@ -29,7 +29,7 @@ def decided(choices: list[Choice], flow: Provenance) -> list[Pair]:
     What has the fewest candidates is decided first; among several candidates the one that most of the update
     reads, then the one that stands in the same place, or, among as many candidates as results, in the same
     order. Of several results that are left the same candidates, such as an update and what comes of adding
-    it, the last to be computed from another is meant.
+    it, the last to be made of another and of the argument is meant.
     """
     order = _in_order(choices)
 
@@ -44,7 +44,7 @@ def decided(choices: list[Choice], flow: Provenance) -> list[Pair]:
         new, fitting = min(choices, key=lambda choice: len(choice[1]))
         old = best(new, fitting)
         for rival, olds in choices:
-            if len(olds) == len(fitting) and best(rival, olds) is old and flow.reads(rival, new):
+            if len(olds) == len(fitting) and best(rival, olds) is old and flow.supersedes(rival, new, old):
                 new = rival
         pairs.append((new, old))
         rest = ((n, [o for o in olds if not o.overlaps(old)]) for n, olds in choices if n is not new)

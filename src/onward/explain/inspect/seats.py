@@ -101,24 +101,18 @@ class Seats:
 
     def row(self, olds: Sequence[TreePart]) -> list[Pair]:
         """The only row of results, one after the other, that are built as these arguments are."""
-        rows: dict[Path, dict[int | str, TreePart]] = {}
-        for new in self.results:
-            if new.path:
-                rows.setdefault(new.path[:-1], {})[new.path[-1]] = new
-        found = [
-            [*zip(news, olds, strict=True)]
-            for row in rows.values()
-            for first in row
-            if isinstance(first, int) and (news := _run(row, first, len(olds)))
-            if all(new.is_alike(old) for new, old in zip(news, olds, strict=True))
-        ]
+        found = self.rows(olds)
         return found[0] if len(found) == 1 else []
 
-
-def _run(row: dict[int | str, TreePart], first: int, count: int) -> list[TreePart]:
-    """So many results of a row in their order, from one on; none if they are fewer."""
-    found = [row[i] for i in range(first, first + count) if i in row]
-    return found if len(found) == count else []
+    def rows(self, olds: Sequence[TreePart]) -> list[list[Pair]]:
+        """The rows of results that are built as these arguments are, others left out between them."""
+        rows: dict[Path, list[TreePart]] = {}
+        for new in sorted(self.results, key=lambda new: new.start):
+            if new.path and isinstance(new.path[-1], int) and any(map(new.is_alike, olds)):
+                rows.setdefault(new.path[:-1], []).append(new)
+        starts = ((row, first) for row in rows.values() for first in range(len(row) - len(olds) + 1))
+        found = ([*zip(row[first:], olds, strict=False)] for row, first in starts)
+        return [pairs for pairs in found if all(new.is_alike(old) for new, old in pairs)]
 
 
 def _in_a_row(new: TreePart, other: TreePart) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import starmap
 
 from onward.core.errors import ArgumentError
 from onward.core.program import Variable
@@ -53,18 +54,52 @@ class Settling:
     title: str
     matched: Callable[[Sequence[Pair]], list[Pair]]
     may_replace: Callable[[TreePart, TreePart], bool]
+    settled: tuple[Pair, ...] = ()
 
     def pairs(self) -> list[Pair]:
         """All pairs; raises ``ArgumentError`` where place and dependence contradict."""
-        settled: list[Pair] = []
+        settled: tuple[Pair, ...] = ()
         while True:
             pairs = self.matched(settled)
-            here = replace(self, seats=replace(self.seats, carried=self._carried(pairs)))
-            more = here._by_place(pairs) if self.told is None else here._as_told(pairs, self.told)
-            more = [(new, old) for new, old in more if not any(old is known for _, known in settled)]
+            seats = replace(self.seats, carried=self._carried(pairs))
+            here = replace(self, seats=seats, settled=settled)
+            more = here._unsettled(here._in_order(pairs)) or here._unsettled(here._contradicting(pairs))
             if not more:
                 return pairs
-            settled += more
+            settled += (*more,)
+
+    def _unsettled(self, pairs: Iterable[Pair]) -> list[Pair]:
+        return [(new, old) for new, old in pairs if not any(old is known for _, known in self.settled)]
+
+    def _contradicting(self, pairs: Sequence[Pair]) -> list[Pair]:
+        return self._by_place(pairs) if self.told is None else self._as_told(pairs, self.told)
+
+    def _in_order(self, pairs: Sequence[Pair]) -> list[Pair]:
+        """The row of results that are made of all that is carried on, in its order; its own places first.
+
+        What supersedes a result there, as parameters do an update that stands before them, is meant instead.
+        """
+        carried = [old for old in self.seats.wholes if old.place in self.seats.carried]
+        if any(old is known for _, known in self.settled for old in carried) or self._is_beside(pairs):
+            return []
+        rows = self.seats.rows(carried) if carried else []
+        found = [row for row in rows if all(starmap(self.may_replace, row))]
+        at_place = [row for row in found if all(n.path and n.path[-1] == old.place for n, old in row)]
+        if not at_place:
+            return found[0] if len(found) == 1 else []
+        known = {old.place: new for new, old in pairs if old.around is None}
+        others = [(known.get(old.place, new), new, old) for new, old in at_place[0]]
+        is_superseded = all(n is new or self.flow.supersedes(n, new, old) for n, new, old in others)
+        return [(n if is_superseded else new, old) for n, new, old in others]
+
+    def _is_beside(self, pairs: Sequence[Pair]) -> bool:
+        """Whether a pair's result stands in the place of an argument that nothing is known to replace."""
+        left = {new for place, new in self.seats.beside.items() if place not in self.seats.carried}
+        return self.told is None and any(new in left for new, _ in self.seats.crossed(pairs))
+
+    def _crossed_pairs(self, pairs: Sequence[Pair]) -> list[Pair]:
+        """The pairs that nobody settled whose result stands in the place of another argument."""
+        return self._unsettled(self.seats.crossed(pairs))
 
     def _carried(self, pairs: Sequence[Pair]) -> frozenset[int]:
         """The places of the arguments that are carried on, as a person says, or by dependence."""
@@ -74,7 +109,7 @@ class Settling:
 
     def _as_told(self, pairs: Sequence[Pair], told: frozenset[Variable]) -> list[Pair]:
         """The pairs that a person says, where dependence tells none, or tells against the places."""
-        crossed = [old for _, old in self.seats.crossed(pairs)]
+        crossed = [old for _, old in self._crossed_pairs(pairs)]
         meant = [old for old in self.seats.wholes if told.issuperset(old.variables)]
         wanted = [old for old in meant if _is_lacking(old, pairs) or old in crossed]
         beside = self.seats.beside
@@ -86,7 +121,7 @@ class Settling:
 
     def _by_place(self, pairs: Sequence[Pair]) -> list[Pair]:
         """The pairs that place and dependence agree on, and those of state not made of the state before."""
-        if crossed := self.seats.crossed(pairs):
+        if crossed := self._crossed_pairs(pairs):
             straight = self.seats.straight(crossed)
             if all(self.may_replace(new, old) for new, old in straight):
                 return straight
