@@ -91,7 +91,7 @@ def test_under_jit_what_stands_for_a_number_is_one():
     def scaled(p, x, scale, key):
         return scale * x @ p["w"] + jax.random.uniform(key)
 
-    model = ow.Model(ow.trace(scaled, W, KINDS["float32"], 2.0, jax.random.key(0)), W)
+    model = ow.Model(ow.trace(scaled, W, KINDS["float32"], 2.0, jax.random.key(0), training=False), W)
     x, key = np.ones((2, 4), "float32"), jax.random.key(1)
     expected = scaled(W, x, 3.0, key)
     for scale in (3, 3.0, np.float64(3), jnp.asarray(3)):
