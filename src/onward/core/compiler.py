@@ -72,8 +72,8 @@ def is_cured_by(environment: Mapping[str, str]) -> bool:
 
 def calling() -> AbstractContextManager[Any]:
     """The context to call what was compiled in: under ``jax.disable_jit`` JAX refuses to."""
-    disabled = jax.config.jax_disable_jit
-    return jax.disable_jit(False) if disabled else nullcontext()
+    settings: Any = jax.config  # the types of JAX 0.10 lack some
+    return jax.disable_jit(False) if settings.jax_disable_jit else nullcontext()
 
 
 def compiled_alone(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:

@@ -61,7 +61,8 @@ def traced(function: Callable[..., Any], *types: Any, apart: Hashable = None, of
     what is traced here from all that is traced without it, and the other way round. ``jax.disable_jit``,
     which would unroll loops, has no effect; ``of`` names a function of the user's for a word about it.
     """
-    if of and jax.config.jax_disable_jit:
+    settings: Any = jax.config  # the types of JAX 0.10 lack some
+    if of and settings.jax_disable_jit:
         warnings.warn(_NOT_STEPPED.format(name=of), stacklevel=user_level())
     axis = _replicas.get()
     axes: list[tuple[Any, int]] = [(axis.name, axis.count)] if axis else []
