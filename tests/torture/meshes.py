@@ -1,6 +1,6 @@
-"""Is a training that is split over a mesh equal to the same training on one device?
+"""Is a training that is split over a mesh, or cut into stages, equal to the same training on one device?
 
-    python -m tests.torture.meshes                 # five models, seven layouts, three optimizers
+    python -m tests.torture.meshes                 # five models, 14 layouts, three optimizers
     python -m tests.torture.meshes gpt fsdp adamw  # those with all of these words
 
 Each pair makes twenty steps in float64 on eight devices of the host, and the parameters and losses of all
@@ -83,20 +83,25 @@ def mixer() -> Model:
 def lstm() -> Model:
     wide = 16
 
-    def loss(params: Any, x: Any, y: Any) -> Any:
+    def layer(p: Any, x: Any) -> Any:
         def turn(carry: Any, x: Any) -> Any:
             h, c = carry
-            i, f, g, o = jnp.split(x @ params["w1"] + h @ params["w2"], 4, -1)
+            i, f, g, o = jnp.split(x @ p["w1"] + h @ p["w2"], 4, -1)
             c = jax.nn.sigmoid(f + 1) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
             h = jax.nn.sigmoid(o) * jnp.tanh(c)
             return (h, c), h
 
-        begin = (jnp.zeros((x.shape[0], wide), x.dtype),) * 2
-        (h, _), _ = jax.lax.scan(turn, begin, x.swapaxes(0, 1))
-        return jnp.mean((h @ params["head"] - y) ** 2)
+        begin = (jnp.zeros((x.shape[1], wide), x.dtype),) * 2
+        return jax.lax.scan(turn, begin, x)[1]
 
-    params = {"w1": normal(8, 4 * wide), "w2": normal(wide, 4 * wide), "head": normal(wide, 4)}
-    return loss, params, (normal(16, 6, 8), normal(16, 4))
+    def loss(params: Any, x: Any, y: Any) -> Any:
+        h = x.swapaxes(0, 1)
+        for p in params["layers"]:
+            h = layer(p, h)
+        return jnp.mean((h[-1] @ params["head"] - y) ** 2)
+
+    layers = [{"w1": normal(n, 4 * wide), "w2": normal(wide, 4 * wide)} for n in (8, wide, wide)]
+    return loss, {"layers": layers, "head": normal(wide, 4)}, (normal(16, 6, 8), normal(16, 4))
 
 
 class Perceptron(nn.Module):
@@ -104,8 +109,9 @@ class Perceptron(nn.Module):
 
     @nn.compact
     def __call__(self, x: Any) -> Any:
-        x = jnp.tanh(nn.Dense(32, name="w1", param_dtype=jnp.float64)(x))
-        return nn.Dense(4, name="w2", param_dtype=jnp.float64)(x)
+        for name, wide in (("w1", 32), ("w2", 16), ("w3", 32)):
+            x = jnp.tanh(nn.Dense(wide, name=name, param_dtype=jnp.float64)(x))
+        return nn.Dense(4, name="w4", param_dtype=jnp.float64)(x)
 
 
 def flax_step(tx: Any) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]]:
@@ -123,7 +129,7 @@ def flax_step(tx: Any) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]]:
 
 def equinox_step(tx: Any) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]]:
     x, y = normal(16, 8), normal(16, 4)
-    model = eqx.nn.MLP(8, 4, 32, 2, key=jax.random.key(0), dtype=jnp.float64)
+    model = eqx.nn.MLP(8, 4, 32, 3, key=jax.random.key(0), dtype=jnp.float64)
     params, static = eqx.partition(model, eqx.is_array)
 
     def step(params: Any, slots: Any, x: Any, y: Any) -> Any:
@@ -142,8 +148,8 @@ COLUMNS, ROWS = P(None, "model"), P("model")
 TENSOR = {
     "gpt": {"*/w[qkv1]": COLUMNS, "*/wo": ROWS, "*/w2": ROWS},
     "mixer": {"*/t1": COLUMNS, "*/t2": ROWS, "*/w1": COLUMNS, "*/w2": ROWS},
-    "lstm": {"w1": COLUMNS, "w2": COLUMNS, "head": ROWS},
-    "flax": {"*w1/kernel": COLUMNS, "*w1/bias": ROWS, "*w2/kernel": ROWS},
+    "lstm": {"*/w1": COLUMNS, "*/w2": COLUMNS, "head": ROWS},
+    "flax": {"*w[13]/kernel": COLUMNS, "*w[13]/bias": ROWS, "*w[24]/kernel": ROWS},
     "equinox": {"*layers/0/weight": ROWS, "*layers/1/weight": COLUMNS},
 }
 MESHES: dict[str, dict[str, int]] = {
@@ -155,6 +161,12 @@ MESHES: dict[str, dict[str, int]] = {
     "fsdp-accumulated": {"data": 4},
     "fsdp-accumulated-bfloat16": {"data": 4},
 }
+STAGES: dict[str, dict[str, Any]] = {
+    f"stages{n}-{schedule}": {"stages": n, "micro_batches": 4, "schedule": schedule}
+    for n in (2, 4)
+    for schedule in ("gpipe", "1f1b", "zero_bubble")
+}
+STAGES["data2stages4"] = {"stages": 4, "micro_batches": 4, "data": 2}
 
 
 def optimizers(word: str) -> tuple[Any, Any]:
@@ -174,10 +186,7 @@ def program_of(model: str, rule: str, dtype: str) -> tuple[ow.Program, Any, tupl
     ours, theirs = optimizers(rule)
     if model in ("flax", "equinox"):
         step, state, data = of_type(dtype, MODELS[model](theirs))
-        program = ow.adopt(step, *state, *data)
-        if jax.tree.leaves(state[1]):
-            return program, state, data
-        return program, state[0], (state[1], *data)  # what SGD keeps is nothing, and is not carried on
+        return ow.adopt(step, *state, *data), state, data
     loss, params, data = of_type(dtype, MODELS[model]())
     return ours.minimize(loss, params, *data), params, data
 
@@ -187,17 +196,19 @@ def of_type(dtype: str, given: Any) -> Any:
     return jax.tree.map(lambda x: x.astype(dtype) if getattr(x, "dtype", None) == np.float64 else x, given)
 
 
-def trained(program: ow.Program, begun: Any, data: tuple[Any, ...]) -> tuple[list[float], Any]:
+def trained(program: ow.Program | ow.Pipeline, begun: Any, data: tuple[Any, ...]) -> tuple[list[float], Any]:
     step = ow.compile(program)
     state, losses = step.init(begun), []
     for _ in range(STEPS):
         state, out = step(state, *data)
         losses.append(float(out.loss))
-    return losses, [np.asarray(state[v]) for v in program.parameters]
+    return losses, jax.tree.leaves(jax.device_get(state.parameters))
 
 
-def layout(program: ow.Program, model: str, word: str) -> tuple[ow.Program, ow.Program]:
-    """The Program on one device, and on the mesh."""
+def layout(program: ow.Program, model: str, word: str) -> tuple[ow.Program, ow.Program | ow.Pipeline]:
+    """The Program on one device, and on the mesh or in stages."""
+    if word in STAGES:
+        return program, ow.pipeline(program, **STAGES[word])
     mesh = MESHES[word]
     if "accumulated" in word:
         program = ow.accumulate(program, 2)
@@ -216,9 +227,9 @@ def distance(a: Any, b: Any) -> float:
 
 def cases() -> Iterator[tuple[str, str, str]]:
     for model in MODELS:
-        for word in MESHES:
+        for word in (*MESHES, *STAGES):
             for rule in ("sgd", "adamw", "muon"):
-                if all(w in (model, word, rule) for w in sys.argv[1:]):
+                if all(w in f"{model} {word} {rule}" for w in sys.argv[1:]):
                     yield model, word, rule
 
 
