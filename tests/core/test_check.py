@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import onward as ow
 from onward.core.jaxprs.body import body_of
@@ -61,6 +62,21 @@ BROKEN = {
 def test_a_broken_program_is_refused(program, message):
     with pytest.raises(ow.GraphError, match=message):
         ow.check(program)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (P("half"), r"float32\[3\], and half \(2 parts\) does not divide its dimension 0"),
+        (P(None, "half"), "with 1 dimensions"),
+        (P("model"), "split over 'model', and the mesh has the axes 'half'"),
+    ],
+)
+def test_arrays_that_their_mesh_cannot_split_are_refused(spec, message):
+    split = ow.partition(PROGRAM, {"half": 2}, {"w": None})
+    how = replace(split.partition, specs={"w": spec})
+    with pytest.raises(ow.ArgumentError, match=message):
+        ow.check(replace(split, partition=how))
 
 
 def test_a_whole_program_passes():

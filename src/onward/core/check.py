@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from onward.core.errors import ArgumentError, GraphError
+from onward.core.meshes import check_partition
 from onward.core.placement import check_placement
 from onward.core.program import SEED, Op, Program, Variable
 from onward.core.structure import describe
@@ -40,7 +41,7 @@ def check(program: Program) -> Program:
     Every Variable is given a value exactly once, before it is read; names are unique; the inputs and
     outputs of every op have the types its body has; what replaces a state Variable has its type;
     every gradient has the type of its parameter; what is placed replicated stays equal on all devices;
-    what was loaded from a file reads what it read there.
+    what is split over a mesh is divided by its axes; what was loaded from a file reads what it read there.
 
     >>> import jax.numpy as jnp, onward as ow
     >>> program = ow.trace(lambda w: jnp.sum(w), jnp.ones(3))
@@ -63,6 +64,7 @@ def check(program: Program) -> Program:
         _same_type(program, parameter, gradient, "the gradient of")
     _check_initializers(program)
     check_placement(program)
+    check_partition(program)
     expect_whole(program)
     return program
 

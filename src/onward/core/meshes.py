@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import prod
 
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from onward.core.errors import GraphError
+from onward.core.errors import ArgumentError, GraphError
 from onward.core.graph import Op, Program
 from onward.core.variable import Variable
 from onward.core.words import Kind, Pass
@@ -31,6 +31,51 @@ def parts(spec: PartitionSpec, mesh: Mapping[str, int]) -> tuple[int, ...]:
 def part_size(v: Variable, spec: PartitionSpec | None, mesh: Mapping[str, int]) -> int:
     """How many numbers of a Variable each device holds."""
     return v.size if spec is None else v.size // prod(parts(spec, mesh))
+
+
+def does_fit(v: Variable, spec: PartitionSpec, mesh: Mapping[str, int]) -> bool:
+    """Whether a Variable has these dimensions, and their axes divide them."""
+    counts = parts(spec, mesh)
+    return len(counts) <= v.ndim and not any(n % count for n, count in zip(v.shape, counts, strict=False))
+
+
+def expect_fit(v: Variable, spec: PartitionSpec, mesh: Mapping[str, int]) -> None:
+    """Raise ``ArgumentError`` for a dimension or an axis that is not there, or does not divide."""
+    named = [a for axes in axes_of(spec) for a in axes]
+    expect_axes(v, named, mesh)
+    if len(set(named)) < len(named):
+        raise ArgumentError(f"partition: {v.name!r}: {spec} splits two dimensions over one axis.")
+    if len(spec) > v.ndim:
+        raise ArgumentError(
+            f"partition: {v.name!r} is {v.type}, with {v.ndim} dimensions, and {spec} speaks of {len(spec)}."
+        )
+    for i, (count, axes) in enumerate(zip(parts(spec, mesh), axes_of(spec), strict=True)):
+        if v.shape[i] % count:
+            below = v.shape[i] // count * count
+            sizes = f"{below} or {below + count}" if below else f"{count}"
+            rest = "leave a short last batch out" if v.kind is Kind.DATA else "split another dimension"
+            advice = f"Make it {sizes}, {rest}, or leave it whole."
+            raise ArgumentError(
+                f"partition: {v.name!r} is {v.type}, and {' x '.join(axes)} ({count} parts) does not divide "
+                f"its dimension {i}. {advice}"
+            )
+
+
+def expect_axes(v: Variable, axes: Iterable[str], mesh: Mapping[str, int]) -> None:
+    """Raise ``ArgumentError`` for an axis that the mesh does not have."""
+    if unknown := [a for a in axes if a not in mesh]:
+        raise ArgumentError(
+            f"partition: {v.name!r} is to be split over {unknown[0]!r}, and the mesh has the axes "
+            f"{', '.join(map(repr, mesh))}."
+        )
+
+
+def check_partition(program: Program) -> None:
+    """Raise ``ArgumentError`` if an array of a Program does not fit the way in which its mesh splits it."""
+    if (how := program.partition) is not None:
+        for name, spec in how.specs.items():
+            if v := program.variables.get(name):
+                expect_fit(v, spec, how.mesh)
 
 
 def abstract_mesh(mesh: Mapping[str, int]) -> AbstractMesh:

@@ -8,7 +8,7 @@ puts in the collectives. So what is split has no influence on the numbers but fo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +19,8 @@ from onward.core.builder import with_behind
 from onward.core.check import expect_program
 from onward.core.errors import ArgumentError, GraphError, UnknownNameError
 from onward.core.jaxprs.body import Body, body_of
-from onward.core.meshes import abstract_mesh, axes_of
-from onward.core.partitioned import does_fit, expect_fit, partitioned
+from onward.core.meshes import abstract_mesh, axes_of, does_fit, expect_axes, expect_fit
+from onward.core.partitioned import partitioned
 from onward.core.placement import expect_no_axis
 from onward.core.program import Applied, Partition, Phase, Program, Recipe, Variable
 from onward.core.recipe import build, recipe_of, whole_types
@@ -231,7 +231,7 @@ def _met(variables: Sequence[Variable], choice: Where) -> Sequence[Variable]:
 def _spec(v: Variable, split: Split, mesh: Mapping[str, int]) -> PartitionSpec:
     """How a Variable is split, of the words of a person."""
     if isinstance(split, str):
-        _expect_axes(v, (split,), mesh)
+        expect_axes(v, (split,), mesh)
         dividing = [(n, -i) for i, n in enumerate(v.shape) if n and n % mesh[split] == 0]
         at = -max(dividing)[1] if dividing else None
         return PartitionSpec() if at is None else PartitionSpec(*[None] * at, split)
@@ -246,20 +246,8 @@ def _spec(v: Variable, split: Split, mesh: Mapping[str, int]) -> PartitionSpec:
             f"partition: {v.name!r}: {spec} splits a dimension by {describe(odd[0])}; expected axes of the "
             "mesh by name, or None."
         )
-    axes = [a for dimension in axes_of(spec) for a in dimension]
-    _expect_axes(v, axes, mesh)
-    if len(set(axes)) < len(axes):
-        raise ArgumentError(f"partition: {v.name!r}: {spec} splits two dimensions over one axis.")
     expect_fit(v, spec, mesh)
     return spec
-
-
-def _expect_axes(v: Variable, axes: Iterable[str], mesh: Mapping[str, int]) -> None:
-    if unknown := [a for a in axes if a not in mesh]:
-        raise ArgumentError(
-            f"partition: {v.name!r} is to be split over {unknown[0]!r}, and the mesh has the axes "
-            f"{', '.join(map(repr, mesh))}."
-        )
 
 
 def _expect_whole(program: Program) -> None:

@@ -11,8 +11,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from onward.core.meshes import abstract_mesh
-from onward.core.partitioned import does_fit
+from onward.core.meshes import abstract_mesh, does_fit
 from onward.core.program import Partition, Program, Variable
 from onward.core.words import Placement
 from onward.develop.accumulation.statistics import StandIn

@@ -14,9 +14,8 @@ from onward.core.check import check
 from onward.core.cost import size
 from onward.core.errors import ArgumentError, GraphError
 from onward.core.marks import ACCUMULATE
-from onward.core.meshes import axes_of, part_size
+from onward.core.meshes import axes_of, expect_fit, part_size
 from onward.core.names import Names
-from onward.core.partitioned import expect_fit
 from onward.core.program import Op, Partition, Program, Variable
 from onward.core.words import Pass
 from onward.develop.accumulation.loop import LoopPlan, LoopResult
