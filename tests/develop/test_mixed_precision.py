@@ -7,6 +7,7 @@ import equinox
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from benchmarks import models
 
@@ -416,6 +417,21 @@ def test_complex_numbers_are_not_lowered_and_told():
     program = ow.trace(lambda w, x: jnp.mean(jnp.abs(x @ w)), jnp.ones((3, 2), jnp.complex64), X[:, :3])
     with pytest.warns(UserWarning, match=r"dot_general at test_mixed_precision.py:\d+ computes in complex64"):
         mixed_precision(program)
+
+
+def test_an_update_that_counts_in_float64_is_not_taken_for_the_network():
+    """With 64-bit numbers the correction of optax's Adam is float64; micro-batches hide the products."""
+
+    def step(w, slots, x):
+        value, grad = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(x @ w) @ w))(w)
+        updates, slots = optax.adam(1e-3).update(grad, slots, w)
+        return optax.apply_updates(w, updates), slots, value
+
+    w, x = np.ones((4, 4), "float32"), np.ones((4, 4), "float32")
+    with jax.enable_x64(True):
+        program = ow.adopt(step, w, optax.adam(1e-3).init(w), x)
+        assert any(v.dtype == np.float64 for v in program.variables.values())
+        mixed_precision(ow.accumulate(program, 2))  # a warning is an error here
 
 
 def test_float64_is_not_lowered_and_told():

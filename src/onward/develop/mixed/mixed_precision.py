@@ -155,10 +155,11 @@ def mixed_precision(
 
 def _why_nothing(program: Program, dtype: np.dtype[Any]) -> str:
     """Why nothing is computed in a dtype; empty where something is, or where there is no product."""
-    dtypes = {v.dtype for v in program.variables.values()}
-    products = [op for op in program.ops if op.made_by is Pass.FORWARD and has_gain(op)]
-    results = (v for op in products for call in op.body.calls_within for v in call.results)
-    if dtype in dtypes or any(v.dtype == dtype for v in results):
+    passes = [op for op in program.ops if op.made_by is not Pass.UPDATE]  # an optimizer may count in float64
+    products = [op for op in passes if op.made_by is Pass.FORWARD and has_gain(op)]
+    dtypes = {v.dtype for op in passes for v in (*op.inputs, *op.outputs)}
+    dtypes |= {v.dtype for op in passes for call in op.body.calls_within for v in call.results}
+    if dtype in dtypes:
         return ""
     if np.dtype(np.float64) in dtypes:
         return _OTHER.format(what="it", dtype="float64")
