@@ -1102,6 +1102,10 @@ OF_ONE_EACH = {
     "sum": lambda e, weight: jnp.sum(e),
     "sum of products": lambda e, weight: jnp.sum(e * weight),
     "mean of products": lambda e, weight: jnp.mean(e * weight),
+    "by weight": lambda e, weight: jnp.sum(e * weight) / jnp.sum(weight),
+    "each by its share": lambda e, weight: jnp.sum(e * (weight / weight.sum())),
+    "by a root": lambda e, weight: jnp.mean(jnp.tanh(weight * (e - e.mean()) / jnp.sqrt(jnp.mean(e**2)))),
+    "by the largest": lambda e, weight: jnp.mean(e) / jnp.max(e),
 }
 
 
@@ -1125,12 +1129,43 @@ def test_devices_with_one_example_each_are_told_by_two(name, weight):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5), out.aux, aux)
 
 
-def test_one_example_each_of_another_graph_is_warned_of():
-    def loss(w, x):
-        return jnp.sum(errors(w, x) * x[:, 0]) / jnp.sum(x[:, 0] ** 2 + len(x[0]))
+@pytest.mark.parametrize("weight", ["weight", "example_weight"])
+@pytest.mark.parametrize("order", ["accumulated first", "replicated first"])
+def test_one_example_each_of_a_micro_batch(order, weight):
+    def loss(w, x, y, weight):
+        return OF_ONE_EACH["by weight"](of_label(w, x, y), weight)
 
-    program = ow.SGD(0.1).minimize(lambda w, x: loss(w, x) if len(x) > 1 else loss(w, x) + 0, W, X[:DEVICES])
-    with pytest.warns(UserWarning, match="each device has one example, .* Let each have two"):
+    def named(w, x, y, example_weight):
+        return loss(w, x, y, example_weight)
+
+    data = X, Y, np.arange(1, 1 + ROWS, dtype="float32")
+    program = ow.SGD(0.1).minimize(named if weight == "example_weight" else loss, W, *data)
+    if order == "accumulated first":
+        program = ow.replicate(ow.accumulate(program, 2), DEVICES)
+    else:
+        program = ow.accumulate(ow.replicate(program, DEVICES), 2)
+    step = ow.compile(program)
+    state, out = step(step.init(W), *data)
+    value, gradient = jax.jit(jax.value_and_grad(loss))(W, *data)
+    np.testing.assert_allclose(out.loss, value, 1e-5)
+    np.testing.assert_allclose(state.parameters, W - 0.1 * gradient, 1e-5, 1e-6)
+
+
+OF_ONE_ALONE = {
+    "another op": lambda e, x: e + 0 if len(x) == 1 else e,
+    "another number": lambda e, x: e * (3 if len(x) == 1 else 2),
+    "half as large a number": lambda e, x: e * (1 if len(x) == 1 else 2),
+    "by the square of their number": lambda e, x: jnp.sqrt(e) / (len(x) ** 2 + 1),
+}
+
+
+@pytest.mark.parametrize("name", OF_ONE_ALONE)
+def test_one_example_each_of_another_graph_is_warned_of(name):
+    def loss(w, x, y):
+        return OF_ONE_ALONE[name](jnp.sum(of_label(w, x, y) * x[:, 0]) / jnp.sum(x[:, 0] ** 2), x)
+
+    program = ow.SGD(0.1).minimize(loss, W, X[:DEVICES], Y[:DEVICES])
+    with pytest.warns(UserWarning, match="each device takes one example at a time, .* Let each take two"):
         ow.replicate(program, DEVICES)
 
 

@@ -12,15 +12,17 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from onward.core.builder import Builder
 from onward.core.errors import OnwardError
 from onward.core.placement import equal_variables
+from onward.core.primitives.table import of
 from onward.core.program import Op, Program, Replicas, Variable
 from onward.core.source import user_level
 from onward.core.walk import with_results
 from onward.core.words import Pass
-from onward.develop.over_batch.known import Following, How, Need
+from onward.develop.over_batch.known import CanHave, Following, How, Need
 from onward.develop.over_batch.meeting import same_draws
 from onward.develop.over_batch.reading import reading, times
 from onward.develop.over_batch.walk import follow, where_parted
@@ -72,11 +74,12 @@ def of_whole_batch(
     whole = trace(rows * devices.size)
     following = follow(whole, local, devices.size, split, can_have)
     if following is None:
-        if rows == 1 and (seen := _seen_by_two(trace, local, split, devices.size)) is not None:
-            told = _of_results(local, *seen)
-            return OfWholeBatch(_scaled(local, told, devices, is_sum), told, seen)
+        two = _of_two(trace, split, devices.size, can_have) if rows == 1 else None
+        if two is not None and (told := _of_one(local, two)) is not None:
+            made = _scaled(_with_statistics(local, told, devices), told, devices, is_sum)
+            return OfWholeBatch(made, told, (two.part, two.following))
         if replicas.syncs:
-            warnings.warn(_other_graph(whole, local, rows), stacklevel=user_level())
+            warnings.warn(_other_graph(whole, local, rows, devices.size), stacklevel=user_level())
         return OfWholeBatch(local)
     told = following.reaching(local, [*local.outputs, *local.next_state.values()])
     if told.mixing and replicas.syncs:
@@ -108,36 +111,82 @@ def _out_of_order(whole: Program, local: Program, following: Following) -> list[
     return [*elsewhere, *following.out_of_order(local.outputs)]
 
 
-def _seen_by_two(
-    trace: Callable[[int], Program], local: Program, split: Collection[str], count: int
-) -> tuple[Program, Following] | None:
-    """The Program for two examples, and how it follows, where nothing has to be merged before its results.
+class _OfTwo(NamedTuple):
+    """The Programs for two examples on each device and for all of these, and how one follows from the other.
 
-    Of one example JAX leaves out axes, so that the function may look another one. None where something has to
-    be merged, or the function does not take two.
+    Of one example JAX leaves out axes, so that the function may look another one.
     """
+
+    part: Program
+    whole: Program
+    following: Following
+
+
+def _of_two(
+    trace: Callable[[int], Program], split: Collection[str], count: int, can_have: CanHave
+) -> _OfTwo | None:
+    """None where examples meet, or are counted, or the function does not take two."""
     try:
-        part = trace(2)
-        following = follow(trace(2 * count), part, count, split)
+        part, whole = trace(2), trace(2 * count)
+        following = follow(whole, part, count, split, can_have)
     except OnwardError:
         return None
-    if following is None or following.needs or following.counting(part) or following.mixing:
-        return None
-    if following.group > 1:
+    if following is None or following.counting(part) or following.mixing or following.group > 1:
         return None
     is_known = all(following.found[v].kind is not How.OWN for v in _results(part))
-    return (part, following) if is_known and len(_results(part)) == len(_results(local)) else None
+    return _OfTwo(part, whole, following) if is_known else None
 
 
 def _results(program: Program) -> list[Variable]:
     return [*program.outputs, *program.next_state.values()]
 
 
-def _of_results(local: Program, seen: Program, following: Following) -> Following:
-    """How the results of a Program follow, as those of another one for more examples do."""
-    pairs = zip(_results(local), _results(seen), strict=True)
-    drawn = {local[v.name] for v in following.drawn if v.name in local}
-    return Following({mine: following.found[theirs] for mine, theirs in pairs}, drawn=drawn)
+def _of_one(local: Program, two: _OfTwo) -> Following | None:
+    """How the results of one example on each device follow, and what its ops need, as told of two.
+
+    None where more differs than how numbers are moved, as for a function that branches on its length.
+    """
+    if len(_results(local)) != len(_results(two.part)) or not _compute_alike(local, two):
+        return None
+    pairs = zip(_results(local), _results(two.part), strict=True)
+    drawn = {local[v.name] for v in two.following.drawn if v.name in local}
+    made = {tuple(v.name for v in op.outputs): op for op in local.ops}
+    needs = {}
+    for op, needed in two.following.needs.items():
+        mine = made.get(tuple(v.name for v in op.outputs))
+        if mine is None or not _is_same(mine, op, needed):
+            return None
+        needs[mine] = {local[v.name]: need for v, need in needed.items()}
+    return Following({mine: two.following.found[theirs] for mine, theirs in pairs}, needs, drawn=drawn)
+
+
+def _compute_alike(one: Program, two: _OfTwo) -> bool:
+    """Whether one example is computed as two are, but for what only moves numbers, and how many there are."""
+    mine, part, whole = map(_computing, (one, two.part, two.whole))
+    if [line[:2] for line in mine] != [line[:2] for line in part]:
+        return False
+    same = zip(
+        *([x for *_, numbers in lines for x in numbers] for lines in (mine, part, whole)), strict=False
+    )
+    return all(x == (y if y is None or y == z else y / 2) for x, y, z in same)
+
+
+def _computing(program: Program) -> list[tuple[list[str], str, list[Any]]]:
+    """For each op that does more than to move numbers what it runs, however deep, where, and its numbers."""
+    found = []
+    for op in program.ops:
+        names = [call.primitive for call in op.body.calls_within if of(call.primitive).moves is None]
+        numbers = [None if x is None else np.asarray(x).item() for x in op.body.numbers]
+        found += [(names, op.at, numbers)] if names else []
+    return found
+
+
+def _is_same(mine: Op, op: Op, needed: Collection[Variable]) -> bool:
+    """Whether an op stands where another one does, and reads the same statistics."""
+    if mine.type != op.type or mine.at != op.at or len(mine.inputs) != len(op.inputs):
+        return False
+    pairs = zip(mine.inputs, op.inputs, strict=True)
+    return all(x.name == v.name and (v not in needed or x.aval == v.aval) for x, v in pairs)
 
 
 def _with_statistics(local: Program, following: Following, devices: Devices) -> Program:
@@ -209,14 +258,16 @@ def _scaled(program: Program, following: Following, devices: Devices, is_sum: bo
     return replace(returning, next_state=state, ops=builder.ops)
 
 
-def _other_graph(whole: Program, local: Program, rows: int) -> str:
+def _other_graph(whole: Program, local: Program, rows: int, devices: int) -> str:
     if rows == 1:
         return (
-            f"{local.name}: each device has one example, for which the function builds another graph than "
-            f"for the whole batch{where_parted(whole, local)}, as JAX leaves out axes of length 1. So it is "
-            "not known whether the devices compute together what one would. Let each have two examples or "
-            "more, of a short last batch too (ow.batches(..., drop_last=True)); or, if every device's own "
-            "graph is meant: replicate(..., sync_batch_norm=False)."
+            f"{local.name}: each device takes one example at a time, for which the function builds another "
+            f"graph than for the whole batch{where_parted(whole, local)}, as JAX leaves out axes of length "
+            "1. So it is not known whether the devices compute together what one would. Let each take two "
+            "examples or more at a time, of a short last batch too (ow.batches(..., drop_last=True)); or "
+            f"take ow.partition(program, {{'data': {devices}}}, {{}}, batch='data') in place of replicate, "
+            "which computes what one device would; or, if every device's own graph is meant: "
+            "replicate(..., sync_batch_norm=False)."
         )
     return (
         f"{local.name}: for the examples of one device the function builds another graph than for the whole "
