@@ -385,11 +385,16 @@ def test_a_parameter_without_numbers_is_left_alone(name):
     assert states[1]["none"].shape == (0, 5)
 
 
-@pytest.mark.parametrize(("optimizer", "words"), [(Muon(), "per matrix"), (Together(), "across parameters")])
-def test_rules_that_look_further_are_refused_by_name(optimizer, words):
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (Muon(), r"Muon looks at them per matrix. Merge with Average\(\) or Bucketed\(\)"),
+        (Together(), r"Together looks at them across parameters. Merge with Average\(\) or Bucketed\(\)"),
+        (ow.Adam(slot_dtype="int8"), r"slots of int8 are kept in blocks of the whole. Merge with Average\(\)"),
+    ],
+)
+def test_rules_that_look_further_are_refused_by_name(optimizer, message):
     program = optimizer.minimize(ow.trace(classification, batch_size=32))
-    name = type(optimizer).__name__
-    message = rf"{name} looks at them {words}. Merge with Average\(\) or Bucketed\(\)"
     with pytest.raises(ow.GraphError, match=message):
         ow.replicate(program, DEVICES, ow.Sharded())
     ow.replicate(program, DEVICES, ow.merge.Bucketed())
@@ -445,6 +450,17 @@ def test_a_bucket_ends_before_its_places_overflow():
     three = [ow.Variable(name, (2**30,), np.dtype("f4")) for name in "abc"]
     assert [len(bucket) for bucket in ow.merge.Bucketed(2**40).groups(three)] == [1, 1, 1]
     assert [len(bucket) for bucket in ow.merge.Bucketed(2**40).groups([*three[:1], *small(3)])] == [4]
+
+
+def test_a_group_whose_places_overflow_is_refused():
+    class Together(ow.Average):
+        def groups(self, gradients):
+            return [gradients]
+
+    half = jax.ShapeDtypeStruct((2**30,), np.float32)
+    program = ow.SGD(0.1).minimize(lambda w, x: jnp.mean(w[0] + w[1]) * jnp.mean(x), [half, half], np.ones(8))
+    with pytest.raises(ow.GraphError, match="Gradients of 2147483648 numbers .* Let groups.. return smaller"):
+        ow.replicate(program, 8, Together())
 
 
 def small(count):

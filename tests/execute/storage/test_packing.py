@@ -234,3 +234,5 @@ def test_names_of_buffers() -> None:
     assert pattern_of(["a/1/w", "a/10/w", "a/2/w"]) == "a/*/w"
     assert pattern_of(["w", "w"]) == "w"
     assert pattern_of(["x1", "x"]) == "x*"
+    assert pattern_of(["xx", "x"]) == "x*"
+    assert pattern_of(["xw", "w"]) == "*w"
