@@ -329,6 +329,12 @@ def masks_added(w, x, mask):
     return mean(jax.nn.softmax(s + (1 - mask[:, None, None]) * -1e9), v)
 
 
+def masks_added_that_leave_one_key_in_another_block(w, x, mask):
+    s, v = scores(w, x)
+    s = s + w[:TIME, :TIME] + jnp.where(causal().T, 0, -1e9)
+    return mean(jax.nn.softmax(s + (1 - mask.at[1, 1:].set(False)[:, None, None]) * -1e9), v)
+
+
 SPELLINGS = {
     f.__name__: f
     for f in (
@@ -345,7 +351,7 @@ SPELLINGS = {
 
 RULED = (
     *(masks_multiplied, masks_multiplied_to_dismiss, ruled_out_by_either, masks_multiplied_and_added),
-    *(masks_added, softmax_of_seen, exponentials_chosen, heads_in_the_batch, groups_in_the_places),
+    *(masks_added, masks_added_that_leave_one_key_in_another_block, softmax_of_seen, exponentials_chosen, heads_in_the_batch, groups_in_the_places),
 )
 SPELLINGS |= {f.__name__: f for f in RULED}
 

@@ -404,6 +404,11 @@ def test_a_file_that_is_missing_spare_or_grown(tmp_path, name):
     assert "'spare'" in torture.refusal(path)
 
 
+def test_a_name_that_is_taken_is_not_given_again(tmp_path):
+    (tmp_path / "000001-step-1").touch()
+    assert save_one(tmp_path).name == "000002-step-1"
+
+
 def test_foreign_folders(tmp_path):
     (tmp_path / "other").mkdir()
     save_file({"w": W}, tmp_path / "other" / "model.safetensors")

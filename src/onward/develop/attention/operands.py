@@ -131,8 +131,6 @@ class ScoreOperands:
         if not op.inputs and not call.inner and not row.draws:
             return Operand(axes, self.lengths, op=op)
         if row.moves is Moves.ROUNDS or row.stops_gradient or (row.is_elementwise and not call.inner):
-            if not op.inputs or any(x.ndim not in (0, len(axes)) for x in op.inputs):
-                return None
             parts = tuple(self.of(x, axes if x.ndim else (), depth) for x in op.inputs)
             return Operand((), self.lengths, op=op, parts=parts)
         if row.moves is None or len(op.inputs) != 1:
