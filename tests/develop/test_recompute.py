@@ -125,6 +125,9 @@ def test_scopes_are_computed_again_from_what_enters_them():
         ["block_2/add", "grad(block_3/mul)"],
         ["block_0/add", "grad(block_1/mul)"],
     ]
+    waits = barriers[0].body(jnp.ones((ROWS, WIDTH)), jnp.full((ROWS, WIDTH), jnp.nan))[0]
+    assert np.isnan(waits[0, 0])  # so it waits for the gradient, whatever becomes of the barrier
+    assert np.all(waits.ravel()[1:] == 1)
 
 
 def test_named_values_are_kept():

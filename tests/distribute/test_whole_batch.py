@@ -336,6 +336,10 @@ SEES_OTHERS = {
         lambda w, x: among(x @ w, lambda a, z: jax.nn.logsumexp(z @ a) - a @ a),
         "reads more of the batch than one example",
     ),
+    "all with all, by map": (
+        lambda w, x: jnp.tanh(jax.lax.map(lambda a: x @ w @ a, x @ w)).mean(),
+        "reads more of the batch than one example",
+    ),
     "neighbours, by map": (
         lambda w, x: among(x @ w, lambda a, z: jnp.sort(((z - a) ** 2).sum(1))[:2].sum()),
         "reads more of the batch than one example",

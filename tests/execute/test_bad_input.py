@@ -168,7 +168,7 @@ FEEDS = {
     "a list beyond float32": ({"x": [[1e300] * 3] * 4}, "'x' holds .*which float32 cannot hold.*in silence"),
     "Python integers beyond 64 bits": ({"x": [[10**30] * 3] * 4}, "'x' holds an integer of 100 bits"),
     "ids beyond 64 bits": ({"ids": [0, 1, 2, 2**70]}, "'ids' holds an integer of 71 bits.*into range"),
-    "one id beyond 64 bits": ({"ids": 2**70}, "'ids' holds an integer of 71 bits"),
+    "one id beyond 64 bits": ({"ids": 2**63}, "'ids' holds an integer of 64 bits"),
     # bounds
     "an id too large": (
         {"ids": wide(5, "i4")},
