@@ -168,7 +168,7 @@ FEEDS = {
     "a list beyond float32": ({"x": [[1e300] * 3] * 4}, "'x' holds .*which float32 cannot hold.*in silence"),
     "Python integers beyond 64 bits": ({"x": [[10**30] * 3] * 4}, "'x' holds an integer of 100 bits"),
     "ids beyond 64 bits": ({"ids": [0, 1, 2, 2**70]}, "'ids' holds an integer of 71 bits.*into range"),
-    "one id beyond 64 bits": ({"ids": 2**63}, "'ids' holds an integer of 64 bits"),
+    "one id beyond 64 bits": ({"ids": 2**70}, "'ids' holds an integer of 71 bits"),
     # bounds
     "an id too large": (
         {"ids": wide(5, "i4")},
@@ -299,7 +299,7 @@ ARGUMENTS = {
         (np.ones(3, "f4"), np.int64(2**40)),
         "'n' holds .*1099511627776.*int32 cannot hold",
     ),
-    "a Python integer beyond 64 bits": ((np.ones(3, "f4"), 2**70), "'n' holds an integer of 71 bits"),
+    "a Python integer beyond 64 bits": ((np.ones(3, "f4"), 2**63), "'n' holds an integer of 64 bits"),
     "strings": ((np.array(["a", "b", "c"]), 2), "'x' holds 'a'"),
     "another shape": ((np.ones(4, "f4"), 2), r"'x' is float32\[4\] \(traced as float32\[3\]\)"),
     "one too few": ((np.ones(3, "f4"),), r"takes 2 data arguments \(x, n\); 1 were given"),
