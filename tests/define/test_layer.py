@@ -794,8 +794,12 @@ REFUSALS = {
         ["implementation='flash'", "'xla', 'cudnn' or None"],
     ),
     "cudnn on a processor": (
-        lambda: L.attention(SERIES, heads=3, implementation="cudnn"),
+        lambda: L.attention(SERIES, heads=3, dropout=0.5, training=False, implementation="cudnn"),
         ["'cudnn'", "NVIDIA GPU", "Leave implementation away"],
+    ),
+    "cudnn that drops": (
+        lambda: L.attention(SERIES, heads=3, dropout=0.5, training=True, implementation="cudnn"),
+        ["drops weights", "dropout=0.0"],
     ),
     "no series": (lambda: L.lstm(X, 2), ["lstm", "[batch, time, features]"]),
     "an initial state": (lambda: L.gru(*GRU[:1], 2, w=GRU[1], u=GRU[2], b=GRU[3], initial=X), ["[2, 2]"]),

@@ -34,6 +34,7 @@ def test_values_are_those_of_the_whole_and_programs_share_what_is_compiled():
         pieces = run(given | dict(program.constants), lambda v: v.is_float)
         found = {v: value for values in pieces for v, value in values.items()}
         assert [*found] == [v for op in program.ops for v in op.outputs if v.is_float]
+        assert [op for piece in run.pieces for op in piece.ops] == [*program.ops]
         counts.append((len(compiled), len(run.pieces)))
     (first, of), (both, of_second) = counts
     assert first < 0.7 * of

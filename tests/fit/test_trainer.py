@@ -645,6 +645,9 @@ def test_gradients_cannot_be_applied_where_the_update_is_not_of_gradients_alone(
     devices = ow.Trainer(ow.Model(counting), ow.SGD(1.0), devices=2)
     with pytest.raises(ow.GraphError, match="2 devices"):
         devices.apply({"w": np.float32(1)})
+    merging = ow.Trainer(ow.Model(counting), ow.SGD(1.0), merge=ow.merge.LowPrecision())
+    with pytest.raises(ow.GraphError, match="1 device"):
+        merging.apply({"w": np.float32(1)})
 
 
 def test_threads_train_dropout_and_statistics():

@@ -173,6 +173,13 @@ def test_refused_before_anything_starts(case):
     assert engine.hosts == []
 
 
+def test_records_of_several_machines_need_a_folder_that_all_reach():
+    engine = Threads()
+    engine.machines = 2
+    assert "Give a folder that all of them reach" in str(refused(engine))
+    assert engine.hosts == []
+
+
 @pytest.mark.parametrize(
     ("make", "text"),
     [

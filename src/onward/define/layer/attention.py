@@ -110,16 +110,16 @@ def _expect_available(implementation: Any, query: Any, rate: float) -> None:
     if implementation != "cudnn":
         return
     why = ""
-    if (platform := jax.default_backend()) != "gpu":
+    if rate:
+        why = (
+            "and drops weights, which cuDNN would draw by itself. Write dropout=0.0, or implementation='xla'"
+        )
+    elif (platform := jax.default_backend()) != "gpu":
         why = f"and runs on {platform}; expected an NVIDIA GPU. Leave implementation away here"
     elif query.dtype not in ("bfloat16", "float16"):
         why = (
             f"and computes in {query.dtype}; expected bfloat16 or float16: cast query, key and value before. "
             "mixed_precision acts on the traced function, which is too late for that"
-        )
-    elif rate:
-        why = (
-            "and drops weights, which cuDNN would draw by itself. Write dropout=0.0, or implementation='xla'"
         )
     if why:
         raise ArgumentError(_NO_CUDNN.format(at=user_line(), why=why))

@@ -43,7 +43,7 @@ def called_as_before(step: Callable[..., Any], adopting: Adopting) -> Callable[.
             return calls(args, kwargs)
         try:
             return calls.at_once(*args, **kwargs)
-        except (TypeError, TraceError, _OtherThanArraysError):
+        except (TypeError, TraceError):
             returned = calls(args, kwargs)
             calls.at_once, calls.arrays_alone = None, False
             return returned
@@ -62,10 +62,6 @@ def called_as_before(step: Callable[..., Any], adopting: Adopting) -> Callable[.
             raise
 
     return adopted
-
-
-class _OtherThanArraysError(Exception):
-    """The step returns something that is not an array."""
 
 
 class _Calls:
@@ -144,8 +140,6 @@ class _Calls:
         _expect_no_modules((*args, *kwargs.values()))
         leaves, treedef = jax.tree.flatten((args, kwargs))
         step, program = self.adopting(*jax.tree.unflatten(treedef, map(_type, leaves)))
-        if not all(static is None or isinstance(static.value, bool | int | float) for static in step.statics):
-            raise _OtherThanArraysError
         arrays = iter(_stepped(step, Tuning()(program, ()).program, leaves))
         results = [next(arrays) if static is None else static.value for static in step.statics]
         return jax.tree.unflatten(step.treedef, results)

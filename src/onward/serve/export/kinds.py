@@ -9,8 +9,7 @@ import jax.numpy as jnp
 
 from onward.execute.disk.encoding import DTYPES
 
-_KEY = "key:"
-_GENERATORS = ("threefry2x32", "rbg", "unsafe_rbg")
+_KEYS = {f"key:{generator}": generator for generator in ("threefry2x32", "rbg", "unsafe_rbg")}
 
 
 def name_of(dtype: Any) -> str:
@@ -24,10 +23,10 @@ def name_of(dtype: Any) -> str:
         ('bfloat16', 'key:threefry2x32')
     """
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        found = next((g for g in _GENERATORS if _key_dtype(g) == dtype), None)
+        found = next((name for name in _KEYS if dtype_of(name) == dtype), None)
         if found is None:
-            raise ValueError(f"random keys of {dtype} cannot be stored; known are {', '.join(_GENERATORS)}")
-        return _KEY + found
+            raise ValueError(f"random keys of {dtype} cannot be stored; known are {', '.join(_KEYS.values())}")
+        return found
     if str(dtype) not in DTYPES:
         raise ValueError(f"{dtype} cannot be stored")
     return str(dtype)
@@ -35,12 +34,8 @@ def name_of(dtype: Any) -> str:
 
 def dtype_of(name: str) -> Any:
     """The dtype of this name; raises ValueError if there is none."""
-    if name.removeprefix(_KEY) in _GENERATORS and name.startswith(_KEY):
-        return _key_dtype(name.removeprefix(_KEY))
+    if name in _KEYS:
+        return jax.eval_shape(lambda: jax.random.key(0, impl=_KEYS[name])).dtype
     if name not in DTYPES:
         raise ValueError(f"{name[:40]!r} is not a dtype")
     return DTYPES[name]
-
-
-def _key_dtype(generator: str) -> Any:
-    return jax.eval_shape(lambda: jax.random.key(0, impl=generator)).dtype
