@@ -42,6 +42,10 @@ BROKEN = {
         replace(PROGRAM, next_state={PROGRAM["w"]: PROGRAM["reduce_sum"]}),
         "what replaces 'w' .float32.3.. is 'reduce_sum'",
     ),
+    "a state from nowhere": (
+        replace(PROGRAM, next_state={PROGRAM["w"]: variable()}),
+        "next_state reads 'new'",
+    ),
     "no state": (replace(PROGRAM, next_state={PROGRAM["x"]: PROGRAM["w"]}), "'x', which is not state"),
     "a gradient of another type": (
         replace(PROGRAM, gradients=((PROGRAM["w"], PROGRAM["reduce_sum"]),)),
