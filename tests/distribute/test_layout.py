@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -263,6 +264,20 @@ def test_stages_share_layers_so_that_the_slowest_has_the_least(small: Program, p
     loop = Foretelling(program, H100)
     two, begin = Spreading(stages=2, micro_batches=4), StageShare(1, ends=False)
     assert loop.kept(two, begin, 2).activations == 2 * loop.kept(two, begin, 1).activations > 0
+
+
+def test_what_fsdp_sends_and_what_recompute_leaves(small: Program) -> None:
+    about, parameters = Foretelling(small, H100), 4 * 2 * 8 * 16 * 4
+    choice = Spreading(fsdp=2, micro_batches=3)
+    one, again = (foretold(about, replace(choice, recompute=r)) for r in (False, True))
+    sent = {s.by: s for s in one.sent}
+    link = H100.link(1, 2)
+    for by, times in (("all-gather", 2 * 3), ("reduce-scatter", 3)):  # forth and back; the gradients
+        assert sent[by].bytes == times * parameters / 2
+        arrays = 4 + 1 + 1  # layers, and what stands around them
+        assert sent[by].seconds == sent[by].bytes / link.bandwidth + times * arrays * link.latency
+    left, whole = (found.kept.all - found.kept.arguments for found in (again, one))
+    assert about.left(again.choice) == left / whole
 
 
 def test_its_code_is_what_apply_does_and_trains_as_one_device(small: Program) -> None:

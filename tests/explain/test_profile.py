@@ -33,7 +33,9 @@ def test_the_dear_scope_takes_the_time(step):
     light = sum(row.seconds for row in found.rows if row.scope == "light")
     assert heavy > light > 0
     assert {row.made_by for row in found.totals if row.seconds} >= {ow.Pass.FORWARD, ow.Pass.BACKWARD}
-    assert "heavy" in str(found)
+    lines = str(found).split("\n")
+    assert "heavy" in lines[4]
+    assert [i for i, line in enumerate(lines) if set(line) == {"─"}] == [3, 4 + len(found.rows)]
 
 
 def test_shares_and_totals(step):

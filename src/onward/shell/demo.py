@@ -44,8 +44,7 @@ class Digits:
     def batches(self, generator: np.random.Generator) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Full batches in random order, every image shifted by up to one pixel."""
         order = generator.permutation(len(self.labels))
-        for start in range(0, len(order) - BATCH + 1, BATCH):
-            chosen = order[start : start + BATCH]
+        for chosen in order[: len(order) // BATCH * BATCH].reshape(-1, BATCH):
             shift = generator.integers(-1, 2, size=2)
             yield np.roll(self.images[chosen], shift, axis=(1, 2)), self.labels[chosen]
 

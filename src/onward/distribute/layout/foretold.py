@@ -273,8 +273,8 @@ class Foretelling:
     def left(self, choice: Spreading) -> float:
         """Of the memory that a step takes beside its arguments, the part that is left by recompute."""
         whole = StageShare(self.layers.count)
-        plain = self.kept(replace(choice, stages=1, recompute=False), whole, 1)
-        less = self.kept(replace(choice, stages=1, recompute=True), whole, 1)
+        plain = self.kept(replace(choice, recompute=False), whole, 1)
+        less = self.kept(replace(choice, recompute=True), whole, 1)
         return (less.all - less.arguments) / max(plain.all - plain.arguments, 1.0)
 
     def _gathered(self, choice: Spreading) -> float:

@@ -32,7 +32,7 @@ def text(
 
 def bars(shares: Mapping[MemoryShare, int]) -> str:
     """The bytes for each purpose, a row each, with a bar for its part of all."""
-    whole = max(sum(shares.values()), 1)
+    whole = sum(shares.values())
     told = [
         (str(share), human_bytes(n), f"{100 * n / whole:.0f} %", "█" * round(_WIDTH * n / whole))
         for share, n in shares.items()
