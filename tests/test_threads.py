@@ -1,13 +1,18 @@
 """What the threads of a process share, used by several at once while Python changes threads all the time."""
 
 import sys
+from collections import OrderedDict
 from threading import Barrier, Thread
 from time import sleep
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import onward as ow
 from onward.core.jaxprs.signature import interned
+from onward.core.traces import Traces
+from onward.derive.differentiate import _RuleCache
 from onward.serve.endpoint.metrics import Counters
 
 THREADS = 4
@@ -55,6 +60,50 @@ def test_what_answers_a_request_is_made_once():
 
     found = at_once(lambda: model.once("request", slowly))
     assert len(made) == 1
+    assert found == made * THREADS
+
+
+class Guarded(OrderedDict):
+    """A memory that changes under this lock alone."""
+
+    def __init__(self, lock):
+        self.lock = lock
+
+    def __setitem__(self, key, value):
+        assert self.lock.locked()
+        super().__setitem__(key, value)
+
+    def move_to_end(self, key):
+        assert self.lock.locked()
+        super().move_to_end(key)
+
+    def popitem(self, last):
+        assert self.lock.locked()
+        return super().popitem(last)
+
+
+def test_what_threads_remember_together_changes_under_a_lock():
+    traces, rules = Traces(1), _RuleCache(1)
+    traces._known, rules.rules = Guarded(traces._lock), Guarded(rules.lock)
+    for key in ("first", "second"):
+        traces.keep((key,), key)
+        rules.put(key, key)
+    assert [traces.found((key,), lambda: "new") for key in ("second", "first")] == ["second", "new"]
+    assert [rules.get(key) for key in ("second", "first")] == ["second", None]
+
+
+def test_a_shape_that_threads_ask_for_at_the_same_time_is_made_once():
+    step = ow.compile(ow.SGD(0.1).minimize(lambda w, x: jnp.sum(w * x), np.ones(2), np.ones((2, 2))))
+    state, executables, made = step.init(np.ones(2)), step._executables, []
+    make = executables.make
+
+    def slowly(*args, **options):
+        sleep(0.02)
+        made.append(make(*args, **options))
+        return made[-1]
+
+    executables.make = slowly
+    found = at_once(lambda: executables.find(state, (np.ones((4, 2), "f4"),), {})[0])
     assert found == made * THREADS
 
 

@@ -136,6 +136,16 @@ def test_what_is_added_to_a_step(function, args, kinds):
     assert added(function, *args) == kinds
 
 
+def test_the_gradient_of_a_maximum_over_windows_reads_the_padded_array():
+    def pooled(x):
+        return jnp.sum(jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (2, 2), (2, 2), "SAME"))
+
+    found = [*expanded(steps(ow.append_backward(ow.trace(pooled, jnp.ones((3, 3))))))]
+    (padded,) = next(step.outputs for step in found if step.kind == "pad")
+    assert padded.shape == (4, 4)
+    assert any(padded in step.inputs for step in found)
+
+
 @pytest.mark.parametrize(("kind", "words"), [("threefry2x32", 4), ("rbg", 1)])
 def test_random_bits_are_as_many_words_as_their_kind_has(kind, words):
     program = ow.trace(lambda key: jnp.sum(jax.random.bits(key, (1024,))), jax.random.key(0, impl=kind))

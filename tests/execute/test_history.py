@@ -191,3 +191,23 @@ def test_a_thread_amends_while_another_one_reads():
     assert history["loss"].tolist() == [0.5]
     amending.join()
     assert history["test_loss"].tolist() == [0.6]
+
+
+def test_a_thread_records_while_another_one_arranges():
+    history = History()
+    recording = Thread(target=lambda: history.record(step=3, epoch=0))
+
+    class Asked(str):
+        """A name that is looked for while the other thread comes."""
+
+        def __hash__(self):
+            if recording.ident is None:
+                recording.start()
+                recording.join(0.05)
+            return super().__hash__()
+
+    history.record(step=2, epoch=0)
+    history.record(step=1, epoch=0)
+    history.arrange(Asked("step"), "epoch")
+    recording.join()
+    assert history["step"].tolist() == [1, 2, 3]

@@ -124,6 +124,14 @@ def test_bounds_hold_what_float64_says_and_little_more():
     assert (found.bound < 1e-3 * magnitudes).all()
 
 
+def test_small_numbers_have_small_bounds():
+    x = np.float32(1e-6) * _DRAW.normal(size=(8, 4)).astype("f")
+    program = ow.trace(lambda w, x: jax.lax.scan(lambda c, row: (jnp.sin(c + row), None), w, x)[0], x[0], x)
+    given = {program["w"]: x[0], program["x"]: x}
+    found = bounded(program, program.ops, given, program.outputs, 0.0)[program.outputs[0]]
+    assert (found.bound < 1e-3 * np.abs(x).max()).all()
+
+
 def test_what_was_changed_within_a_loop_is_told():
     def looped(factor):
         return minimized(lambda h: jax.lax.scan(lambda c, row: (c + row * factor, c), h[0], h)[1])
