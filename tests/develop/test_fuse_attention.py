@@ -351,7 +351,14 @@ SPELLINGS = {
 
 RULED = (
     *(masks_multiplied, masks_multiplied_to_dismiss, ruled_out_by_either, masks_multiplied_and_added),
-    *(masks_added, masks_added_that_leave_one_key_in_another_block, softmax_of_seen, exponentials_chosen, heads_in_the_batch, groups_in_the_places),
+    *(
+        masks_added,
+        masks_added_that_leave_one_key_in_another_block,
+        softmax_of_seen,
+        exponentials_chosen,
+        heads_in_the_batch,
+        groups_in_the_places,
+    ),
 )
 SPELLINGS |= {f.__name__: f for f in RULED}
 

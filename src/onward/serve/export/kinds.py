@@ -25,7 +25,7 @@ def name_of(dtype: Any) -> str:
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         found = next((name for name in _KEYS if dtype_of(name) == dtype), None)
         if found is None:
-            raise ValueError(f"random keys of {dtype} cannot be stored; known are {', '.join(_KEYS.values())}")
+            raise ValueError(f"random keys of {dtype} cannot be stored; known are {', '.join(_KEYS)}")
         return found
     if str(dtype) not in DTYPES:
         raise ValueError(f"{dtype} cannot be stored")
