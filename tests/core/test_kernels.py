@@ -136,6 +136,7 @@ def test_what_is_added_to_a_step(function, args, kinds):
     assert added(function, *args) == kinds
 
 
+@pytest.mark.usefixtures("optimized")
 def test_the_gradient_of_a_maximum_over_windows_reads_the_padded_array():
     def pooled(x):
         return jnp.sum(jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (2, 2), (2, 2), "SAME"))
