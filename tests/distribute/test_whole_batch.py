@@ -336,7 +336,7 @@ SEES_OTHERS = {
         lambda w, x: among(x @ w, lambda a, z: jax.nn.logsumexp(z @ a) - a @ a),
         "reads more of the batch than one example",
     ),
-    "all with all, by map": (
+    "all with all, in turns": (
         lambda w, x: jnp.tanh(jax.lax.map(lambda a: x @ w @ a, x @ w)).mean(),
         "reads more of the batch than one example",
     ),
