@@ -123,6 +123,12 @@ def test_repeated_layers_are_one_loop_over_split_stacks(program: Program, alone:
     assert {c.times for c in gathered} == {4}
 
 
+def test_rows_that_are_made_of_a_split_matrix_stay_split() -> None:
+    program = ow.SGD(0.1).minimize(lambda w, x: jnp.mean((x @ w) ** 2), jnp.ones((16, 64)), X[:4])
+    text = str(ow.partition(program, {"data": 4}, {"*": "data"}))
+    assert "split(dot_general) = sharding_constraint(dot_general, spec=P('data', UNCONSTRAINED))" in text
+
+
 def test_fsdp_gathers_parameters_layer_by_layer_and_never_the_batch() -> None:
     def wide(params: Any, x: Any) -> Any:
         for up, down in params:
@@ -130,7 +136,7 @@ def test_fsdp_gathers_parameters_layer_by_layer_and_never_the_batch() -> None:
         return jnp.mean(x**2)
 
     pair = np.ones((16, 64), "float32"), np.ones((64, 16), "float32")
-    program = ow.roll(ow.SGD(1e-2).minimize(wide, [pair] * 6, X[:4]))
+    program = ow.roll(ow.SGD(1e-2).minimize(wide, [pair] * 6, X))
     split = ow.partition(program, {"data": 4}, {"*": "data"})
     found = ow.collectives(split).expect("all-gather", "all-reduce")
     gathered = [(v.type, c.times) for c in found if c.kind == "all-gather" for v in c.values]
