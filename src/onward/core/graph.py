@@ -120,11 +120,12 @@ class Phase(IntEnum):
     BACKWARD = 6
     GRADIENT = 7
     UPDATE = 8
-    LOOK = 9  # what is watched
-    DEVICES = 10  # one Program for many devices
-    MICRO_BATCHES = 11
-    STEP = 12  # decides about a step as a whole: guards, checks
-    MEMORY = 13  # where state lies between two steps
+    HOST = 9  # which activations lie in host memory until the backward pass reads them
+    LOOK = 10  # what is watched
+    DEVICES = 11  # one Program for many devices
+    MICRO_BATCHES = 12
+    STEP = 13  # decides about a step as a whole: guards, checks
+    MEMORY = 14  # where state lies between two steps
 
 
 class Origin(Protocol):

@@ -39,7 +39,6 @@ from onward.core.cost import size
 from onward.core.kernels.expanded import expanded
 from onward.core.kernels.fused import FusedSteps
 from onward.core.kernels.rules import AS_WRITTEN, KernelRules
-from onward.core.marks import FETCH, STORE
 from onward.core.primitives.table import of
 from onward.core.primitives.traits import Work
 from onward.core.program import Program, Variable
@@ -158,7 +157,7 @@ class _LivenessWalk:
 
     def lifetimes(self) -> Lifetimes:
         """The arrays: first what is made and how long it is read, then what is written over what."""
-        there = {v for op in self.program.ops if op.type is FETCH for v in op.inputs}
+        there = {v for step in self.steps if _fetches(step) for v in step.inputs}
         for v in (*self.program.inputs, *self.program.state, *self.program.constants):
             self._new(v, -1, len(self.steps), v in there)
         last: dict[Array, int] = {}
@@ -189,8 +188,10 @@ class _LivenessWalk:
             outputs = [v for v in outputs if v not in self.read]
         elif self.order[i] in self.fused.within:
             return
-        for v in outputs:
-            self._new(v, i, i, self.program.ops[step.op].type is STORE)
+        on_host = step.body.on_host if step.body is not None else ()
+        for at, v in enumerate(step.outputs):
+            if v in outputs:
+                self._new(v, i, i, at in on_host)
         for array in (array for v in self.fused.sources[self.order[i]] for array in self._arrays(v)):
             last[array] = i
             array.end = max(array.end, i)
@@ -220,10 +221,11 @@ class _LivenessWalk:
     def _over_operands(self) -> None:
         """End an array one step earlier where a result as large begins that may be written over it."""
         ending: dict[tuple[int, int], list[Array]] = {}
-        for array in self.arrays:
+        here = [array for array in self.arrays if not array.is_on_host]
+        for array in here:
             if 0 <= array.begin < array.end < len(self.steps):
                 ending.setdefault((array.end, array.bytes), []).append(array)
-        for array in self.arrays:
+        for array in here:
             source = self._overwritten(array, ending.get((array.begin, array.bytes), []))
             if source is not None:
                 source.end -= 1
@@ -247,9 +249,14 @@ class _LivenessWalk:
         if program not in self.turns:
             walk = _LivenessWalk(program, (), self.rules, self.turns)
             inside = walk.lifetimes()
-            given = sum(size(v) for v in (*program.inputs, *program.constants))
+            given = sum(array.bytes for array in inside.on_device if array.begin < 0)
             self.turns[program] = max((taken - given for taken in inside.bytes), default=0)
         return self.turns[program]
+
+
+def _fetches(step: Equation) -> bool:
+    """Whether it brings what it reads from host memory to the device."""
+    return step.body is not None and step.body.moves_memory and not step.body.on_host
 
 
 def _drawing(step: Equation) -> int:

@@ -35,6 +35,8 @@ _CALLED = {
     "rolled": "roll",
     "rolled_in_stages": "roll",
     "scale_loss": "mixed_precision",
+    "state_offloaded": "offload",
+    "stored": "offload",
     "watched": "watch",
 }
 _replays: ContextVar[bool] = ContextVar("replays", default=False)

@@ -87,7 +87,8 @@ def offloaded(program: Program) -> tuple[Variable, ...]:
         ((), ['w/velocity'])
     """
     expect_program(program, "offloaded")
-    return tuple(op.inputs[0] for op in program.ops if op.type is FETCH)
+    state = {*program.state}
+    return tuple(op.inputs[0] for op in program.ops if op.type is FETCH and op.inputs[0] in state)
 
 
 _NOTHING = (

@@ -1,11 +1,13 @@
-"""One equation, edited: its two operands exchanged, or another jaxpr in the place of one that it runs."""
+"""One equation, edited: operands exchanged, given in host memory, or another jaxpr in place of one it runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from onward.core.jaxprs.body import Body, EquationBody
+import jax
+
+from onward.core.jaxprs.body import Body, EquationBody, body_of
 from onward.core.jaxprs.equations import is_jaxpr
 
 
@@ -55,6 +57,26 @@ def call_with_inner(body: Body, name: str, inner: Body) -> Callable[..., list[An
         return made
 
     return run
+
+
+def given_on_host(function: Callable[..., list[Any]], types: Sequence[Any], given: Collection[int]) -> Body:
+    """The Body of one equation whose inputs at these positions lie in host memory.
+
+    >>> import jax, jax.numpy as jnp
+    >>> def total(xs):
+    ...     fetched = lambda carry, x: (carry + jax.device_put(x, jax.memory.Space.Device), None)
+    ...     return [jax.lax.scan(fetched, 0.0, xs)[0]]
+    >>> given_on_host(total, [jnp.ones(3)], [0]).text.splitlines()[0]
+    '{ lambda ; a:f32<host>[3]. let'
+    """
+
+    def moved(*values: Any) -> list[Any]:
+        there = jax.memory.Space.Host
+        return function(*(jax.device_put(x, there) if i in given else x for i, x in enumerate(values)))
+
+    *moves, eqn = (jaxpr := body_of(moved, *types).closed.jaxpr).eqns
+    there = {move.invars[0]: move.outvars[0] for move in moves}
+    return EquationBody(eqn, [there.get(v, v) for v in jaxpr.invars], list(jaxpr.outvars), jaxpr.debug_info)
 
 
 def _edited(body: Body, eqn: Any) -> Body:

@@ -37,6 +37,7 @@ _REFUSED = {
         "chose what the loops of layers keep that roll made, and those of stages are others. Leave roll out: "
         "pipeline(recompute(program, budget), stages, micro_batches)"
     ),
+    Phase.HOST: "keeps activations in host memory, and those of stages are others. Leave it out",
     Phase.LOOK: "looks at values of a whole step, which stages compute apart. Leave it out",
     Phase.DEVICES: "lays it out over devices already. Leave it out, and say data= for more devices a stage",
     Phase.MICRO_BATCHES: "takes its batch in parts already. Leave it out, and say micro_batches=",

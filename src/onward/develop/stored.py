@@ -1,0 +1,306 @@
+"""Activations in host memory: what the backward pass reads lies there from the end of its use before that.
+
+The op ``store`` takes a value to the host, behind the last op of the forward pass that reads it, the op
+``fetch`` brings it back, before the first op of the backward pass that does. What a loop stacks up turn by
+turn, and a loop of the backward pass takes apart again, is moved turn by turn, within both: moved as a whole
+it would lie on the device at the end of the one and at the beginning of the other, where most is.
+
+No barrier holds a ``fetch`` back: XLA's compiler for TPUs sets out early as long as there is memory for it,
+and waits where there is none.
+
+>>> import jax.numpy as jnp, onward as ow
+>>> program = ow.SGD(0.1).minimize(lambda w, x: jnp.mean(jnp.exp(x @ w)), jnp.ones((3, 3)), jnp.ones((2, 3)))
+>>> print(*(op.type for op in stored(program, ("exp",)).ops[:7]))
+dot_general exp store reduce_sum div ones div_grad
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any
+
+import jax
+
+from onward.core.builder import Builder
+from onward.core.errors import GraphError
+from onward.core.jaxprs.body import Body, Wire, body_of
+from onward.core.jaxprs.edited import given_on_host
+from onward.core.jaxprs.equations import Type
+from onward.core.jaxprs.loops import gives_results, result_of
+from onward.core.marks import FETCH, STORE, WATCH
+from onward.core.program import Op, Phase, Program, Variable
+from onward.core.transform import transform
+from onward.core.turn import ScanTurn
+from onward.core.walk import Where, select
+from onward.core.words import Pass
+
+_HERE, _THERE = jax.memory.Space.Device, jax.memory.Space.Host
+
+
+@transform(phase=Phase.HOST)
+def stored(program: Program, where: Iterable[Where]) -> Program:
+    """The Program whose backward pass reads these activations from host memory."""
+    saved = Saved(program)
+    chosen = dict.fromkeys(saved.root(v) for v in saved.meant(where))
+    return _Moved(saved, tuple(chosen)).program()
+
+
+def stored_values(program: Program) -> tuple[Variable, ...]:
+    """The values that lie in host memory between the forward and the backward pass."""
+    return tuple(v for op in program.ops if op.made_by is Pass.FORWARD for v in _on_host(op))
+
+
+def _on_host(op: Op) -> list[Variable]:
+    return [op.outputs[i] for i in sorted(op.body.on_host)]
+
+
+class Saved:
+    """The values of a forward pass that its backward pass reads, each by all of its names.
+
+    An op that saves what it reads hands it on under another name: that is the same array.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.makers: dict[Variable, Op] = {}
+        self.readers: dict[Variable, list[Op]] = {}
+        self._roots: dict[Variable, Variable] = {}
+        for op in program.ops:
+            for v in op.inputs:
+                self.readers.setdefault(self.root(v), []).append(op)
+            for v, wire in zip(op.outputs, _wires(op), strict=True):
+                self.makers[v] = op
+                if wire is not None:
+                    self._roots[v] = self.root(wire)
+        self.results = {self.root(v) for v in (*program.outputs, *program.next_state.values())}
+
+    def root(self, v: Variable) -> Variable:
+        """The Variable whose array this one is."""
+        return self._roots.get(v, v)
+
+    @cached_property
+    def candidates(self) -> tuple[Variable, ...]:
+        """What can lie in host memory, each by the first of its names, in the order in which it is made."""
+        return tuple(v for v in self.makers if self.root(v) is v and self.obstacle(v) is None)
+
+    def meant(self, where: Iterable[Where]) -> tuple[Variable, ...]:
+        """What is chosen; a pattern or a predicate chooses of what can be moved."""
+        chosen: list[Variable] = []
+        for choice in where:
+            named = self.named(choice)
+            picked = [named] if named is not None else select(self._names, [choice], "offload")
+            for kept in map(self.kept, picked):
+                if (obstacle := self.obstacle(kept[0])) is not None:
+                    raise GraphError(f"offload: {kept[0].name!r} of {self.program.name!r} {obstacle}")
+                chosen += kept
+        return tuple(chosen)
+
+    def kept(self, v: Variable) -> tuple[Variable, ...]:
+        """What the backward pass reads of a value: itself, or what the op that makes it saves in its place."""
+        maker = self.makers.get(v)
+        if maker is None or self.backward(v):
+            return (v,)
+        count = len(maker.outputs if maker.primal is None else maker.primal.out_avals)
+        return tuple(u for u in maker.outputs[count:] if self.backward(u)) or (v,)
+
+    @property
+    def _names(self) -> tuple[Variable, ...]:
+        """All names of what can be moved."""
+        there = {*self.candidates}
+        return tuple(v for v in self.makers if there.issuperset(map(self.root, self.kept(v))))
+
+    def named(self, choice: Any) -> Variable | None:
+        """The Variable of this name, or None."""
+        name = choice if isinstance(choice, str) else getattr(choice, "name", None)
+        return self.program.variables.get(name) if isinstance(name, str) else None
+
+    def picks(self, choice: Where) -> bool:
+        """Whether a choice means an activation."""
+        if (named := self.named(choice)) is not None:
+            return named in self.makers
+        try:
+            return bool(select(self._names, [choice], "offload"))
+        except LookupError:
+            return False
+
+    def backward(self, v: Variable) -> list[Op]:
+        """The ops of the backward pass that read a value."""
+        return [op for op in self.readers.get(self.root(v), ()) if op.made_by is Pass.BACKWARD]
+
+    def obstacle(self, v: Variable) -> str | None:
+        """Why a value cannot lie in host memory until the backward pass reads it; None if it can."""
+        v, maker = self.root(v), self.makers.get(self.root(v))
+        if maker is None:
+            return f"is {v.kind}, which lies on the device for the whole step. Leave it out of where=."
+        if maker.made_by is not Pass.FORWARD:
+            return f"is made by {maker.type}{maker.at} in the {maker.made_by} pass. Leave it out of where=."
+        readers = self.readers.get(v, ())
+        if any(op.type is STORE for op in readers) or v in _on_host(maker):
+            return "lies in host memory already."
+        if not self.backward(v):
+            return (
+                "is read by no op of the backward pass, so that nothing keeps it after the forward pass. Leave "
+                "it out of where=."
+            )
+        late = next((op for op in readers if op.made_by is Pass.UPDATE and op.type is not WATCH), None)
+        if late is not None:
+            return (
+                f"is read by {late.type}{late.at} in the update as well, until which the device would hold it "
+                "again. Leave it out of where=."
+            )
+        if v in self.results:
+            return "is a result of the step, which the device holds to its end. Leave it out of where=."
+        if not v.shape or v.is_key:
+            return "is a single number or a random key. Leave it out of where=."
+        return None
+
+
+def _wires(op: Op) -> Iterator[Variable | None]:
+    """For each output of an op what it is another name of: an input, or an output before it."""
+    for wire in op.body.wires:
+        if isinstance(wire, Wire):
+            yield None if wire.input is None else op.inputs[wire.input]
+        else:
+            yield None if wire is None else op.outputs[wire]
+
+
+@dataclass(frozen=True, eq=False)
+class _Moved:
+    """The Program whose backward pass reads some values from host memory."""
+
+    saved: Saved
+    chosen: Sequence[Variable]
+
+    def program(self) -> Program:
+        """The checked Program."""
+        builder = Builder(self.saved.program)
+        there: dict[Variable, Variable] = {}
+        here: dict[Variable, Variable] = {}
+        behind = self._stores()
+        for op in self.saved.program.ops:
+            if op.made_by is Pass.BACKWARD:
+                for v in self._fetched(op):
+                    if v not in here:
+                        here[v] = self._fetch(builder, v, there[v])
+                builder.append(self._reading(op, there, here))
+            else:
+                given = self._within & {*op.outputs}
+                there |= {v: replace(v, name=builder.names.new(f"stored({v.name})")) for v in given}
+                builder.append(self._storing(op, there) if given else op)
+            for v in behind.get(op, ()):
+                there[v] = self._store(builder, v)
+        return builder.program()
+
+    def _store(self, builder: Builder, v: Variable) -> Variable:
+        maker = self.saved.makers[v]
+        told = {"scope": maker.scope, "source": maker.source, "made_by": Pass.FORWARD}
+        return builder.behind(v, STORE, moved(v.shape, v.dtype, _THERE), f"stored({v.name})", **told)
+
+    def _fetch(self, builder: Builder, v: Variable, there: Variable) -> Variable:
+        maker = self.saved.makers[v]
+        told = {"scope": maker.scope, "source": maker.source, "made_by": Pass.BACKWARD}
+        body = moved(v.shape, v.dtype, _HERE)
+        return builder.behind(there, FETCH, body, f"fetched({v.name})", **told)
+
+    @cached_property
+    def _within(self) -> frozenset[Variable]:
+        """Those that are moved turn by turn, within the loops that make and read them."""
+        return frozenset(v for v in self.chosen if self._is_within(v))
+
+    def _is_within(self, v: Variable) -> bool:
+        maker, readers = self.saved.makers[v], self.saved.readers[v]
+        if (turn := _turn(maker)) is None or any(op.made_by is not Pass.BACKWARD for op in readers):
+            return False
+        if result_of(maker.body, maker.outputs.index(v)) < turn.count_carried:
+            return False
+        return all(self._is_cut(op, v) for op in readers)
+
+    def _is_cut(self, op: Op, v: Variable) -> bool:
+        """Whether each turn of a loop gets its own of a value, and nothing else of the loop reads it."""
+        turn = _turn(op)
+        if turn is None:
+            return False
+        begin = turn.first_carried + turn.count_carried
+        at = [i for i, x in enumerate(op.inputs) if self.saved.root(x) is v]
+        return all(isinstance(x, int) and x in turn.operands[begin:] for x in at) and not any(
+            x in at for x in turn.operands[:begin] if isinstance(x, int)
+        )
+
+    def _stores(self) -> Mapping[Op, Sequence[Variable]]:
+        """For each op the values that go to the host behind it, since no later op before the backward pass reads them."""
+        behind: dict[Op, list[Variable]] = {}
+        for v in self.chosen:
+            if v not in self._within:
+                early = [op for op in self.saved.readers[v] if op.made_by is Pass.FORWARD]
+                behind.setdefault([self.saved.makers[v], *early][-1], []).append(v)
+        return behind
+
+    def _fetched(self, op: Op) -> list[Variable]:
+        """What an op of the backward pass reads that is on the host as a whole."""
+        read = dict.fromkeys(map(self.saved.root, op.inputs))
+        return [v for v in self.chosen if v in read and v not in self._within]
+
+    def _reading(self, op: Op, there: Mapping[Variable, Variable], here: Mapping[Variable, Variable]) -> Op:
+        """An op of the backward pass, reading what was fetched, or from the host in each of its turns."""
+        roots = [self.saved.root(v) for v in op.inputs]
+        inputs = tuple(
+            there[r] if r in self._within else here.get(r, v) for r, v in zip(roots, op.inputs, strict=True)
+        )
+        if inputs == op.inputs:
+            return op
+        given = [i for i, r in enumerate(roots) if r in self._within]
+        return replace(op, inputs=inputs, body=_fetching(op.body, given) if given else op.body)
+
+    def _storing(self, op: Op, there: Mapping[Variable, Variable]) -> Op:
+        """A loop of the forward pass that puts some of what it stacks up into host memory in each turn."""
+        outputs = tuple(there.get(v, v) for v in op.outputs)
+        at = [i for i, v in enumerate(op.outputs) if v in self._within]
+        return replace(op, outputs=outputs, body=_storing(op.body, at))
+
+
+def _turn(op: Op) -> ScanTurn | None:
+    """The turn of an op that is a loop, and nothing else."""
+    return ScanTurn.of(op.body) if gives_results(op.body) else None
+
+
+def _storing(body: Body, outputs: Sequence[int]) -> Body:
+    """A loop of which these outputs, that are stacked, come in host memory."""
+    turn = ScanTurn.of(body)
+    assert turn is not None
+    moved = {result_of(body, j) for j in outputs}
+
+    def once(*values: Any) -> list[Any]:
+        return [jax.device_put(x, _THERE) if i in moved else x for i, x in enumerate(turn.once(*values))]
+
+    return body_of(_looped(body, turn, once), *body.in_types)
+
+
+def _fetching(body: Body, inputs: Sequence[int]) -> Body:
+    """A loop that is given these inputs, of which each turn gets its own, in host memory."""
+    turn = ScanTurn.of(body)
+    assert turn is not None
+    moved = {i for i, x in enumerate(turn.operands) if isinstance(x, int) and x in inputs}
+
+    def once(*values: Any) -> list[Any]:
+        return turn.once(*(jax.device_put(x, _HERE) if i in moved else x for i, x in enumerate(values)))
+
+    return given_on_host(_looped(body, turn, once), body.in_types, inputs)
+
+
+def _looped(body: Body, turn: ScanTurn, once: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """The loop with another turn, from the inputs of its Body to its outputs."""
+    results = [result_of(body, j) for j in range(len(body.out_avals))]
+
+    def run(*values: Any) -> list[Any]:
+        made = turn.scan(once, values)
+        return [made[k] for k in results]
+
+    return run
+
+
+@lru_cache(maxsize=1024)
+def moved(shape: tuple[int, ...], dtype: Any, space: jax.memory.Space) -> Body:
+    """The body of an op that brings an array of this type into a memory."""
+    return body_of(lambda x: [jax.device_put(x, space)], Type(shape, dtype))
