@@ -77,12 +77,14 @@ class Lifetimes:
         steps: its ops, those of several equations taken apart.
         arrays: what lies in memory, in the order in which it comes there.
         within: for each step what it takes and gives back while it runs: a loop for its turns.
+        within_on_host: the most bytes that one takes and gives back in host memory.
     """
 
     program: Program
     steps: tuple[Equation, ...]
     arrays: tuple[Array, ...]
     within: tuple[int, ...]
+    within_on_host: int = 0
 
     @property
     def on_device(self) -> Iterator[Array]:
@@ -92,7 +94,7 @@ class Lifetimes:
     @property
     def on_host(self) -> int:
         """The bytes in host memory."""
-        return sum(array.bytes for array in self.arrays if array.is_on_host)
+        return self.within_on_host + sum(array.bytes for array in self.arrays if array.is_on_host)
 
     @cached_property
     def bytes(self) -> tuple[int, ...]:
@@ -142,7 +144,7 @@ class _LivenessWalk:
         program: Program,
         results: Iterable[Variable],
         rules: KernelRules,
-        turns: dict[Program, int],
+        turns: dict[Program, tuple[int, int]],
     ) -> None:
         self.program, self.rules, self.turns = program, rules, turns
         self.results = {*program.outputs, *program.next_state.values(), *results}
@@ -168,8 +170,10 @@ class _LivenessWalk:
                 array.end = len(self.steps)
         self._over_state(last)
         self._over_operands()
-        within = tuple(max(map(self._turn, step.programs), default=_drawing(step)) for step in self.steps)
-        return Lifetimes(self.program, self.steps, tuple(self.arrays), within)
+        turns = [[*map(self._turn, step.programs)] for step in self.steps]
+        within = (max((n for n, _ in of), default=_drawing(s)) for s, of in zip(self.steps, turns, strict=True))
+        on_host = max((n for of in turns for _, n in of), default=0)
+        return Lifetimes(self.program, self.steps, tuple(self.arrays), tuple(within), on_host)
 
     def _new(self, v: Variable, begin: int, end: int, is_on_host: bool = False) -> None:
         bytes_ = size(v) if begin < 0 else _drawing(self.steps[begin]) or size(v)
@@ -244,13 +248,17 @@ class _LivenessWalk:
             ending.remove(source)
         return source
 
-    def _turn(self, program: Program) -> int:
-        """The bytes that a turn of a loop takes at most, besides its inputs and constants."""
+    def _turn(self, program: Program) -> tuple[int, int]:
+        """The bytes that a turn of a loop takes at most, besides its inputs and constants; and on the host.
+
+        What it hands out lies in host memory as part of what the loop gives.
+        """
         if program not in self.turns:
-            walk = _LivenessWalk(program, (), self.rules, self.turns)
-            inside = walk.lifetimes()
+            inside = _LivenessWalk(program, (), self.rules, self.turns).lifetimes()
             given = sum(array.bytes for array in inside.on_device if array.begin < 0)
-            self.turns[program] = max((taken - given for taken in inside.bytes), default=0)
+            own = (a for a in inside.arrays if a.is_on_host and 0 <= a.begin and a.end < len(inside.steps))
+            on_host = inside.within_on_host + sum(array.bytes for array in own)
+            self.turns[program] = max((taken - given for taken in inside.bytes), default=0), on_host
         return self.turns[program]
 
 

@@ -1,4 +1,4 @@
-"""State in host memory: what only the update reads lies on the device only while it is updated.
+"""State and activations in host memory; here state, which only the update reads, and ``stored`` activations.
 
 An accelerator has less memory than the machine it is in, and what an optimizer keeps takes as much again as
 the parameters, or twice that. The forward and the backward pass, in which memory is most needed, do not read
@@ -15,51 +15,58 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
-from functools import lru_cache
-from typing import Any
 
 import jax
 
 from onward.core.builder import Builder
 from onward.core.check import expect_program
 from onward.core.errors import GraphError
-from onward.core.jaxprs.body import Body, body_of
-from onward.core.jaxprs.equations import Type
 from onward.core.marks import FETCH, STORE, WATCH
 from onward.core.program import Op, Phase, Program, Variable
 from onward.core.transform import transform
 from onward.core.walk import Where, consumers, meant, producers, select
 from onward.core.words import Pass, UpdateType, some
+from onward.develop.stored import HERE, THERE, Saved, moved, picks, stored
 
 _UPDATING = (Pass.UPDATE, Pass.COLLECTIVE)
 _EACH = UpdateType.ELEMENTWISE
 
 
-@transform(phase=Phase.MEMORY)
 def offload(program: Program, where: Where | Iterable[Where] | None = None) -> Program:
-    """Keep what the optimizer keeps in host memory between the steps.
+    """Keep state between the steps, or activations until the backward pass, in host memory.
 
-    Adds ops, and moves ops of the update: all numbers stay what they were. Before the first op that reads
-    such a Variable stands an op ``fetch``, which brings it to the device, behind the op that makes its next
-    value an op ``store``, which takes that to the host. The update is ordered so that it ends with the state
-    of one parameter before it begins with that of the next, as far as one does not read the other's. Every
-    step moves all of it over the bus twice, in part while it computes: this is for what would not fit
-    otherwise. ``compile(..., check_finite=True)`` looks at all next values before it keeps any, so that all
-    of them are on the device at the end of a step. ``memory(program)`` tells what is gained, without running.
+    Without ``where`` all that only the update reads and writes: what the optimizer keeps. Before the first op
+    that reads such a Variable stands an op ``fetch``, which brings it to the device, behind the op that makes
+    its next value an op ``store``, which takes that to the host. The update is ordered so that it ends with
+    the state of one parameter before it begins with that of the next, as far as one does not read the
+    other's. ``compile(..., check_finite=True)`` looks at all next values before it keeps any, so that all of
+    them are on the device at the end of a step.
+
+    An activation goes to the host behind the last op of the forward pass that reads it, and comes back before
+    the first of the backward pass that does. What a loop saves turn by turn for a loop of the backward pass
+    is moved turn by turn, so that the device never holds the stack: call ``roll`` first, and name what it
+    saves. A Program that is not rolled is compiled so, for its values have names of their own.
+
+    All numbers stay what they were. Every step moves all of it over the bus twice, in part while it computes:
+    this is for what would not fit otherwise. ``memory(program)`` tells what is gained, without running.
 
     Args:
-        program: a training Program. Whatever else is done to it, in whatever order, this acts last.
-        where: names, patterns such as ``"layers/*/mean"``, Variables or a predicate; None: all arrays that
-            only the update reads and writes, such as the moments of Adam and the averages of parameters.
+        program: a training Program. Whatever else is done to it, in whatever order, this acts behind it.
+        where: names, patterns such as ``"layers/*/mean"``, Variables or a predicate, of state or of results
+            of the forward pass; of an op that saves something else for its gradient, that is meant. None: all
+            arrays that only the update reads and writes, such as the moments of Adam and the averages of
+            parameters.
 
     Raises:
-        GraphError: something chosen is read by the forward or backward pass, which would fetch it for the
-            whole step, or is never replaced; there is nothing to offload; it is offloaded already.
+        GraphError: state that is chosen is read by the forward or backward pass, which would fetch it for the
+            whole step, or is never replaced; an activation is not read by the backward pass, or by the update
+            as well, or is a result; there is nothing to offload; it is offloaded already.
         ArgumentError: an empty ``where``.
-        UnknownNameError: a name or pattern that no state has.
+        UnknownNameError: a name or pattern that no state and no such activation has.
 
     Source: Ren et al., ZeRO-Offload: Democratizing Billion-Scale Model Training, 2021, of which the update
-    stays on the device here.
+    stays on the device here; Rhu et al., vDNN: Virtualized Deep Neural Networks for Scalable, Memory-Efficient
+    Neural Network Design, 2016, for activations.
 
     Example:
         >>> import jax.numpy as jnp, onward as ow
@@ -69,6 +76,27 @@ def offload(program: Program, where: Where | Iterable[Where] | None = None) -> P
         >>> state["w/mean"].sharding.memory_kind, state["w"].sharding.memory_kind
         ('pinned_host', 'device')
     """
+    expect_program(program, "offload")
+    if (wanted := meant(where, "offload", "to offload all that only the update reads")) is None:
+        return state_offloaded(program)
+    saved = Saved(program)
+    state = [choice for choice in wanted if picks(program.state, choice)]
+    activations = [choice for choice in wanted if saved.picks(choice)]
+    unknown = [choice for choice in wanted if choice not in state and choice not in activations]
+    if unknown and not _is_in_parts(program):
+        select((*program.state, *saved.names), unknown, "offload")
+    program = state_offloaded(program, state) if state else program
+    return stored(program, activations + unknown) if activations or unknown else program
+
+
+def _is_in_parts(program: Program) -> bool:
+    """Whether its activations are those of micro-batches, and have their names in the Program before that."""
+    return program.recipe is not None and any(s.phase is Phase.MICRO_BATCHES for s in program.recipe.steps)
+
+
+@transform(phase=Phase.MEMORY)
+def state_offloaded(program: Program, where: Iterable[Where] | None = None) -> Program:
+    """The Program whose state, or this part of it, lies in host memory between the steps."""
     if found := offloaded(program):
         raise GraphError(
             f"offload: {program.name!r} is offloaded already: {_some(found)} lie in host memory. Name all in "
@@ -97,14 +125,14 @@ _NOTHING = (
 )
 
 
-def _chosen(program: Program, where: Where | Iterable[Where] | None) -> tuple[Variable, ...]:
+def _chosen(program: Program, where: Iterable[Where] | None) -> tuple[Variable, ...]:
     """The state Variables to keep in host memory."""
-    if (wanted := meant(where, "offload", "to offload all that only the update reads")) is None:
+    if where is None:
         if not (chosen := offloadable(program)):
             raise GraphError(_NOTHING.format(name=program.name))
         return chosen
     obstacles = _Obstacles(program)
-    chosen = select(program.state, wanted, "offload")
+    chosen = select(program.state, where, "offload")
     for v in chosen:
         if (obstacle := obstacles.of(v)) is not None:
             raise GraphError(f"offload: {v.name!r} of {program.name!r} {obstacle}")
@@ -159,7 +187,7 @@ def _moved(program: Program, chosen: Sequence[Variable]) -> Program:
         for v in op.inputs:
             if v in waiting and v not in there:
                 name = f"fetched({v.name})"
-                there[v] = builder.behind(v, FETCH, _fetched(v.shape, v.dtype), name, update=_EACH)
+                there[v] = builder.behind(v, FETCH, moved(v.shape, v.dtype, HERE), name, update=_EACH)
         is_read = not there.keys().isdisjoint(op.inputs)
         builder.append(replace(op, inputs=tuple(there.get(v, v) for v in op.inputs)) if is_read else op)
         for made in op.outputs:
@@ -168,7 +196,7 @@ def _moved(program: Program, chosen: Sequence[Variable]) -> Program:
                 if made.name == name:
                     builder.rename(made, f"updated({v.name})")
                 following = Variable(name if made.name == name else builder.names.new(name), v.shape, v.dtype)
-                builder.add(STORE, [made], [following], _stored(v.shape, v.dtype), _EACH)
+                builder.add(STORE, [made], [following], moved(v.shape, v.dtype, THERE), _EACH)
                 builder.follow({v: following})
     return builder.program()
 
@@ -187,13 +215,3 @@ def _one_after_the_other(program: Program, chosen: Container[Variable]) -> Seque
         order.append(max(reads, default=-1))
         needs.update(dict.fromkeys(op.outputs, order[-1]))
     return [program.ops[i] for i in sorted(range(len(order)), key=order.__getitem__)]
-
-
-@lru_cache(maxsize=1024)
-def _fetched(shape: tuple[int, ...], dtype: Any) -> Body:
-    return body_of(lambda x: [jax.device_put(x, jax.memory.Space.Device)], Type(shape, dtype))
-
-
-@lru_cache(maxsize=1024)
-def _stored(shape: tuple[int, ...], dtype: Any) -> Body:
-    return body_of(lambda x: [jax.device_put(x, jax.memory.Space.Host)], Type(shape, dtype))

@@ -24,7 +24,7 @@ from typing import Any
 import jax
 
 from onward.core.builder import Builder
-from onward.core.errors import GraphError
+from onward.core.errors import GraphError, UnknownNameError
 from onward.core.jaxprs.body import Body, Wire, body_of
 from onward.core.jaxprs.edited import given_on_host
 from onward.core.jaxprs.equations import Type
@@ -36,7 +36,7 @@ from onward.core.turn import ScanTurn
 from onward.core.walk import Where, select
 from onward.core.words import Pass
 
-_HERE, _THERE = jax.memory.Space.Device, jax.memory.Space.Host
+HERE, THERE = jax.memory.Space.Device, jax.memory.Space.Host
 
 
 @transform(phase=Phase.HOST)
@@ -49,7 +49,12 @@ def stored(program: Program, where: Iterable[Where]) -> Program:
 
 def stored_values(program: Program) -> tuple[Variable, ...]:
     """The values that lie in host memory between the forward and the backward pass."""
-    return tuple(v for op in program.ops if op.made_by is Pass.FORWARD for v in _on_host(op))
+    found: list[Variable] = []
+    for op in program.ops:
+        found += _on_host(op) if op.made_by is Pass.FORWARD else ()
+        if op.made_by is Pass.BACKWARD and "micro_batch" in op.subprograms:
+            found += stored_values(op.subprograms["micro_batch"])
+    return tuple(found)
 
 
 def _on_host(op: Op) -> list[Variable]:
@@ -90,7 +95,7 @@ class Saved:
         chosen: list[Variable] = []
         for choice in where:
             named = self.named(choice)
-            picked = [named] if named is not None else select(self._names, [choice], "offload")
+            picked = [named] if named is not None else select(self.names, [choice], "offload")
             for kept in map(self.kept, picked):
                 if (obstacle := self.obstacle(kept[0])) is not None:
                     raise GraphError(f"offload: {kept[0].name!r} of {self.program.name!r} {obstacle}")
@@ -103,10 +108,13 @@ class Saved:
         if maker is None or self.backward(v):
             return (v,)
         count = len(maker.outputs if maker.primal is None else maker.primal.out_avals)
-        return tuple(u for u in maker.outputs[count:] if self.backward(u)) or (v,)
+        return tuple(u for u in maker.outputs[count:] if self.backward(u) or self._is_stored(u)) or (v,)
+
+    def _is_stored(self, v: Variable) -> bool:
+        return v in _on_host(self.makers[v]) or any(op.type is STORE for op in self.readers.get(v, ()))
 
     @property
-    def _names(self) -> tuple[Variable, ...]:
+    def names(self) -> tuple[Variable, ...]:
         """All names of what can be moved."""
         there = {*self.candidates}
         return tuple(v for v in self.makers if there.issuperset(map(self.root, self.kept(v))))
@@ -119,11 +127,8 @@ class Saved:
     def picks(self, choice: Where) -> bool:
         """Whether a choice means an activation."""
         if (named := self.named(choice)) is not None:
-            return named in self.makers
-        try:
-            return bool(select(self._names, [choice], "offload"))
-        except LookupError:
-            return False
+            return named not in self.program.state
+        return picks(self.names, choice)
 
     def backward(self, v: Variable) -> list[Op]:
         """The ops of the backward pass that read a value."""
@@ -137,7 +142,7 @@ class Saved:
         if maker.made_by is not Pass.FORWARD:
             return f"is made by {maker.type}{maker.at} in the {maker.made_by} pass. Leave it out of where=."
         readers = self.readers.get(v, ())
-        if any(op.type is STORE for op in readers) or v in _on_host(maker):
+        if self._is_stored(v):
             return "lies in host memory already."
         if not self.backward(v):
             return (
@@ -155,6 +160,14 @@ class Saved:
         if not v.shape or v.is_key:
             return "is a single number or a random key. Leave it out of where=."
         return None
+
+
+def picks(variables: Sequence[Variable], choice: Where) -> bool:
+    """Whether a choice means one of these Variables."""
+    try:
+        return bool(select(variables, [choice], "offload"))
+    except UnknownNameError:
+        return False
 
 
 def _wires(op: Op) -> Iterator[Variable | None]:
@@ -196,12 +209,12 @@ class _Moved:
     def _store(self, builder: Builder, v: Variable) -> Variable:
         maker = self.saved.makers[v]
         told = {"scope": maker.scope, "source": maker.source, "made_by": Pass.FORWARD}
-        return builder.behind(v, STORE, moved(v.shape, v.dtype, _THERE), f"stored({v.name})", **told)
+        return builder.behind(v, STORE, moved(v.shape, v.dtype, THERE), f"stored({v.name})", **told)
 
     def _fetch(self, builder: Builder, v: Variable, there: Variable) -> Variable:
         maker = self.saved.makers[v]
         told = {"scope": maker.scope, "source": maker.source, "made_by": Pass.BACKWARD}
-        body = moved(v.shape, v.dtype, _HERE)
+        body = moved(v.shape, v.dtype, HERE)
         return builder.behind(there, FETCH, body, f"fetched({v.name})", **told)
 
     @cached_property
@@ -272,7 +285,7 @@ def _storing(body: Body, outputs: Sequence[int]) -> Body:
     moved = {result_of(body, j) for j in outputs}
 
     def once(*values: Any) -> list[Any]:
-        return [jax.device_put(x, _THERE) if i in moved else x for i, x in enumerate(turn.once(*values))]
+        return [jax.device_put(x, THERE) if i in moved else x for i, x in enumerate(turn.once(*values))]
 
     return body_of(_looped(body, turn, once), *body.in_types)
 
@@ -284,7 +297,7 @@ def _fetching(body: Body, inputs: Sequence[int]) -> Body:
     moved = {i for i, x in enumerate(turn.operands) if isinstance(x, int) and x in inputs}
 
     def once(*values: Any) -> list[Any]:
-        return turn.once(*(jax.device_put(x, _HERE) if i in moved else x for i, x in enumerate(values)))
+        return turn.once(*(jax.device_put(x, HERE) if i in moved else x for i, x in enumerate(values)))
 
     return given_on_host(_looped(body, turn, once), body.in_types, inputs)
 

@@ -23,6 +23,7 @@ from onward.develop.recompute.loops import is_recomputed
 from onward.develop.rewrite.formulations import reformulated, reformulated_ops
 from onward.develop.roll.roll import roll as rolled
 from onward.develop.roll.roll import roll_where_worth, rolls_of
+from onward.develop.stored import stored_values
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,8 @@ def tuned(
     """
     if program.code is not None:
         return Tuned(program, ("loaded from a file: compiled as it was saved",))
+    if stored_values(program):  # by names that they have in this Program
+        roll, may_split = bool(roll), False
     program, note = _rolled(program, fetch, tune, roll)
     if not tune:
         return Tuned(program, (note,))
@@ -88,7 +91,8 @@ def reformed(program: Program, may_split: bool = True) -> Tuned:
 
 
 def _lean(program: Program) -> Program:
-    is_meant = jax.default_backend() == "cpu" and rolls_of(program) and not is_recomputed(program)
+    is_alone = not is_recomputed(program) and not stored_values(program)
+    is_meant = jax.default_backend() == "cpu" and rolls_of(program) and is_alone
     return lean(program) if is_meant else program
 
 
@@ -101,6 +105,8 @@ def _rolled(program: Program, fetch: Sequence[str], tune: bool, roll: bool | Non
     if roll:
         result = rolled(program, keep=fetch)
         return result, _words(result)
+    if stored_values(program):
+        return program, "not rolled: activations lie in host memory; offload(roll(program), where) rolls it"
     if roll is not None or not tune:
         return program, "not rolled: switched off"
     try:

@@ -17,6 +17,7 @@ from onward.core.errors import ArgumentError
 from onward.core.marks import FETCH, STORE
 from onward.core.program import Program, Variable
 from onward.develop.offload import offloaded
+from onward.develop.stored import stored_values
 
 PINNED = "pinned_host"
 
@@ -33,11 +34,11 @@ def pinned_names(program: Program) -> frozenset[str]:
         ArgumentError: the devices have no host memory that they can read.
     """
     found = offloaded(program)
-    if found:
+    if needed := (*found, *stored_values(program)):
         device = _default_device()
         kinds = [memory.kind for memory in device.addressable_memories()]
         if PINNED not in kinds:
-            told = {"program": program.name, "name": found[0].name, "device": device, "kind": PINNED}
+            told = {"program": program.name, "name": needed[0].name, "device": device, "kind": PINNED}
             raise ArgumentError(_LACKS.format(found=", ".join(map(repr, kinds)), **told))
     return frozenset(v.name for v in found)
 

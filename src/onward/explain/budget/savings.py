@@ -11,11 +11,12 @@ from onward.core.recipe import recipe_of
 from onward.core.show import human_bytes, nbytes
 from onward.core.words import some
 from onward.develop.chunk.chunk import chunked, chunks_of
-from onward.develop.offload import offload, offloaded
+from onward.develop.offload import offloaded, state_offloaded
 from onward.develop.recompute.again import keeping
 from onward.develop.recompute.loops import keeping_in_loops
 from onward.develop.recompute.replay import without_steps
 from onward.develop.recompute.report import recomputed
+from onward.develop.stored import stored, stored_values
 from onward.distribute.layout.accelerators import Accelerator, known
 from onward.execute.tuning import Tuning
 from onward.explain.budget.bases import expect_one_device, seconds_of
@@ -25,7 +26,7 @@ _CHUNKS, _AGAIN, _HOST = "chunks", "computed again", "host memory"
 _WAYS: Mapping[str, tuple[Callable[..., Program], ...]] = {
     _CHUNKS: (chunked,),
     _AGAIN: (keeping, keeping_in_loops),
-    _HOST: (offload,),
+    _HOST: (state_offloaded, stored),
 }
 _SHOWN = 6
 
