@@ -171,7 +171,9 @@ class _LivenessWalk:
         self._over_state(last)
         self._over_operands()
         turns = [[*map(self._turn, step.programs)] for step in self.steps]
-        within = (max((n for n, _ in of), default=_drawing(s)) for s, of in zip(self.steps, turns, strict=True))
+        within = (
+            max((n for n, _ in of), default=_drawing(s)) for s, of in zip(self.steps, turns, strict=True)
+        )
         on_host = max((n for of in turns for _, n in of), default=0)
         return Lifetimes(self.program, self.steps, tuple(self.arrays), tuple(within), on_host)
 
@@ -256,7 +258,7 @@ class _LivenessWalk:
         if program not in self.turns:
             inside = _LivenessWalk(program, (), self.rules, self.turns).lifetimes()
             given = sum(array.bytes for array in inside.on_device if array.begin < 0)
-            own = (a for a in inside.arrays if a.is_on_host and 0 <= a.begin and a.end < len(inside.steps))
+            own = (a for a in inside.arrays if a.is_on_host and a.begin >= 0 and a.end < len(inside.steps))
             on_host = inside.within_on_host + sum(array.bytes for array in own)
             self.turns[program] = max((taken - given for taken in inside.bytes), default=0), on_host
         return self.turns[program]

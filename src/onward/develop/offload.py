@@ -16,8 +16,6 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 
-import jax
-
 from onward.core.builder import Builder
 from onward.core.check import expect_program
 from onward.core.errors import GraphError
@@ -65,8 +63,8 @@ def offload(program: Program, where: Where | Iterable[Where] | None = None) -> P
         UnknownNameError: a name or pattern that no state and no such activation has.
 
     Source: Ren et al., ZeRO-Offload: Democratizing Billion-Scale Model Training, 2021, of which the update
-    stays on the device here; Rhu et al., vDNN: Virtualized Deep Neural Networks for Scalable, Memory-Efficient
-    Neural Network Design, 2016, for activations.
+    stays on the device here; for activations Rhu et al., vDNN: Virtualized Deep Neural Networks for Scalable,
+    Memory-Efficient Neural Network Design, 2016.
 
     Example:
         >>> import jax.numpy as jnp, onward as ow

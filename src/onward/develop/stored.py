@@ -103,7 +103,7 @@ class Saved:
         return tuple(chosen)
 
     def kept(self, v: Variable) -> tuple[Variable, ...]:
-        """What the backward pass reads of a value: itself, or what the op that makes it saves in its place."""
+        """The value, if the backward pass reads it, or what the op that makes it saves in its place."""
         maker = self.makers.get(v)
         if maker is None or self.backward(v):
             return (v,)
@@ -146,14 +146,14 @@ class Saved:
             return "lies in host memory already."
         if not self.backward(v):
             return (
-                "is read by no op of the backward pass, so that nothing keeps it after the forward pass. Leave "
-                "it out of where=."
+                "is read by no op of the backward pass, so that nothing keeps it after the forward pass. "
+                "Leave it out of where=."
             )
         late = next((op for op in readers if op.made_by is Pass.UPDATE and op.type is not WATCH), None)
         if late is not None:
             return (
-                f"is read by {late.type}{late.at} in the update as well, until which the device would hold it "
-                "again. Leave it out of where=."
+                f"is read by {late.type}{late.at} in the update as well, until which the device would hold "
+                "it again. Leave it out of where=."
             )
         if v in self.results:
             return "is a result of the step, which the device holds to its end. Leave it out of where=."
@@ -242,7 +242,7 @@ class _Moved:
         )
 
     def _stores(self) -> Mapping[Op, Sequence[Variable]]:
-        """For each op the values that go to the host behind it, since no later op before the backward pass reads them."""
+        """For each op the values that go to the host behind it: no later forward op reads them."""
         behind: dict[Op, list[Variable]] = {}
         for v in self.chosen:
             if v not in self._within:
@@ -314,6 +314,6 @@ def _looped(body: Body, turn: ScanTurn, once: Callable[..., list[Any]]) -> Calla
 
 
 @lru_cache(maxsize=1024)
-def moved(shape: tuple[int, ...], dtype: Any, space: jax.memory.Space) -> Body:
+def moved(shape: tuple[int, ...], dtype: Any, space: Any) -> Body:
     """The body of an op that brings an array of this type into a memory."""
     return body_of(lambda x: [jax.device_put(x, space)], Type(shape, dtype))

@@ -16,6 +16,7 @@ from onward.core.program import Program
 from onward.core.show import human_bytes, nbytes
 from onward.core.words import some
 from onward.develop.offload import offloaded
+from onward.develop.stored import stored_values
 from onward.develop.tuned import Tuned, tuned
 from onward.execute.cores import Cores
 from onward.execute.loop.interrupt import uninterrupted
@@ -50,7 +51,7 @@ class StepPlan:
 
     @property
     def _offloaded(self) -> Iterator[str]:
-        """The state in host memory, if there is any, by its bytes."""
+        """What lies in host memory, if there is any, by its bytes."""
         if found := offloaded(self.program):
             there, whole = sum(map(nbytes, found)), sum(map(nbytes, self.program.state))
             names = some([v.name for v in found], 3)
@@ -58,6 +59,9 @@ class StepPlan:
                 f"offloaded: {names}, {human_bytes(there)} of state in host memory, "
                 f"{human_bytes(whole - there)} on the device"
             )
+        if found := stored_values(self.program):
+            names = some([v.name for v in found], 3)
+            yield f"offloaded: {names}, {human_bytes(sum(map(nbytes, found)))} until the backward pass"
 
     __repr__ = __str__
 

@@ -407,7 +407,7 @@ def body_of(function: Callable[..., Any], *types: Any) -> Body:
 
 
 def _is_on_host(aval: Any) -> bool:
-    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
+    return getattr(aval, "memory_space", None) is jax.memory.Space.Host
 
 
 def _has_type(value: Any) -> bool:

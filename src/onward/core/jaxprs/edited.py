@@ -1,4 +1,4 @@
-"""One equation, edited: operands exchanged, given in host memory, or another jaxpr in place of one it runs."""
+"""One equation, edited: operands exchanged or in host memory, or another jaxpr in the place of one."""
 
 from __future__ import annotations
 

@@ -12,10 +12,11 @@ from itertools import accumulate
 from onward.core.homes import scoped_names
 from onward.core.kernels.rules import AS_WRITTEN, KernelRules, rules_at_hand
 from onward.core.liveness import Array, lifetimes
-from onward.core.marks import FETCH
 from onward.core.program import Op, Program, Variable
 from onward.core.words import Kind, Pass
+from onward.develop.offload import offloaded
 from onward.develop.recompute.measure import results
+from onward.develop.stored import stored_values
 from onward.develop.tuned import tuned
 from onward.execute.memory.held import Held, MemoryShare, PeakMoment
 
@@ -93,7 +94,7 @@ class MemoryUse:
 
     @property
     def on_host(self) -> int:
-        """The bytes of state that lies in host memory between two steps, which are part of no share."""
+        """The bytes in host memory, of state and of activations, which are part of no share."""
         return self._lives.on_host
 
     @property
@@ -135,5 +136,5 @@ class MemoryUse:
 
 
 def _rules(program: Program) -> KernelRules:
-    """Those of the compiler at hand; as written where state lies in a memory that only other devices have."""
-    return AS_WRITTEN if any(op.type is FETCH for op in program.ops) else rules_at_hand()
+    """Those of the compiler at hand; as written where something lies in a memory that only others have."""
+    return AS_WRITTEN if offloaded(program) or stored_values(program) else rules_at_hand()

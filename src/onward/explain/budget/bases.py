@@ -1,14 +1,16 @@
 """The same training with its loss head and its attention whole or in chunks: the bases of a search.
 
-What each has in addition is for ``recompute`` to keep or to compute again.
+What each has in addition is for ``recompute`` to keep or to compute again. What is kept then lies on the
+device, or some of it in host memory until the backward pass reads it.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 
 from onward.core.check import expect_program
 from onward.core.errors import GraphError
@@ -17,11 +19,13 @@ from onward.core.placement import expect_no_axis
 from onward.core.program import Program, Variable
 from onward.core.show import nbytes
 from onward.develop.chunk.chunk import attention_scores, chunk, chunks_of
+from onward.develop.offload import offload
 from onward.develop.recompute.loops import is_recomputed
 from onward.develop.recompute.measure import estimated
 from onward.develop.recompute.replay import is_replayable
 from onward.develop.recompute.search import Rungs
 from onward.develop.roll.roll import roll_where_worth
+from onward.develop.stored import Saved, stored_values
 from onward.distribute.layout.accelerators import Accelerator
 from onward.distribute.layout.foretold import Foretelling
 from onward.execute.tuning import Tuning
@@ -29,19 +33,24 @@ from onward.execute.tuning import Tuning
 _COUNTS = (1, 8, 64)
 _ALL_COUNTS = (1, 8, 16, 32, 64)
 _PARTS = 4  # of a ladder, between which its estimates are looked at
+HOST_PARTS = 2  # of what is kept for the backward pass, that lie in host memory together
 _LEAST = 20  # an array that is less than this part of the peak is not worth a loop
 
 
 @dataclass(frozen=True)
 class Chunking:
-    """The chunks of the loss head, and of the attention, of a Program; 1: it is whole."""
+    """The chunks of the loss head, and of the attention, of a Program; 1: it is whole.
+
+    ``host`` says how many parts of what is kept for the backward pass lie in host memory.
+    """
 
     head: int = 1
     attention: int = 1
+    host: int = 0
 
     def __le__(self, other: Chunking) -> bool:
-        """Whether neither of the two is in more chunks than in the other."""
-        return self.head <= other.head and self.attention <= other.attention
+        """Whether neither of the two is in more chunks than in the other, nor more in host memory."""
+        return self.head <= other.head and self.attention <= other.attention and self.host <= other.host
 
     def leads(self, other: Chunking, further: Chunking) -> bool:
         """Whether another is on the way from this to one of more chunks, or on one beside it.
@@ -51,8 +60,9 @@ class Chunking:
         if self in (other, further) or not self <= further:
             return False
         on_way = self <= other <= further
-        head = self.attention == further.attention >= other.attention
-        attention = self.head == further.head >= other.head
+        is_alike = self.host == other.host == further.host
+        head = is_alike and self.attention == further.attention >= other.attention
+        attention = is_alike and self.head == further.head >= other.head
         return (
             on_way
             or (head and self.head < other.head <= further.head)
@@ -60,18 +70,18 @@ class Chunking:
         )
 
     @property
-    def kind(self) -> tuple[bool, bool]:
-        """Which of the two are in chunks."""
-        return self.head > 1, self.attention > 1
+    def kind(self) -> tuple[bool, bool, bool]:
+        """Which of the two are in chunks, and whether something is kept in host memory."""
+        return self.head > 1, self.attention > 1, self.host > 0
 
     @property
     def near(self) -> Iterator[Chunking]:
         """The same with more or fewer chunks of one of the two, if it is in chunks."""
         for count in _ALL_COUNTS[1:]:
             if self.head > 1:
-                yield Chunking(count, self.attention)
+                yield replace(self, head=count)
             if self.attention > 1:
-                yield Chunking(self.head, count)
+                yield replace(self, attention=count)
 
 
 class Base:
@@ -83,8 +93,8 @@ class Base:
     def __init__(self, program: Program, chunking: Chunking, device: Accelerator) -> None:
         self.program, self.chunking, self.device = program, chunking, device
         may_recompute = is_replayable(program) and not is_recomputed(program)
-        self._rolled = roll_where_worth(program)[0] if may_recompute else program
-        self._rungs = Rungs(self._rolled, ()) if may_recompute else None
+        self.rolled = roll_where_worth(program)[0] if may_recompute else program
+        self._rungs = Rungs(self.rolled, ()) if may_recompute else None
         self._tuned = Tuning()(program, ()).program
 
     def at(self, rung: int) -> Program:
@@ -126,7 +136,57 @@ class Base:
 
     @cached_property
     def _seconds_keeping_all(self) -> float:
-        return seconds_of(self._rolled, self.device)
+        return seconds_of(self.rolled, self.device)
+
+
+class HostBase(Base):
+    """A base of which some of what is kept for the backward pass lies in host memory until then."""
+
+    def __init__(self, whole: Base, chunking: Chunking) -> None:
+        self.whole, self.program, self.chunking, self.device = whole, whole.program, chunking, whole.device
+        self._stored: dict[int, Program] = {}
+        self._estimates: dict[int, int] = {}
+
+    def at(self, rung: int) -> Program:
+        """The Program at a rung; one that repeats layers moves what these keep turn by turn."""
+        if rung not in self._stored:
+            program = self.whole.at(rung) if rung else self.whole.rolled
+            names = [v.name for v in _part(program, self.chunking.host)]
+            self._stored[rung] = offload(program, names) if names else program
+        return self._stored[rung]
+
+    def estimate(self, rung: int) -> int:
+        """The bytes of temporary memory as far as the ops tell."""
+        if rung not in self._estimates:
+            self._estimates[rung] = estimated(self.at(rung)).bytes
+        return self._estimates[rung]
+
+    @property
+    def last(self) -> int:
+        """The rung that keeps the least."""
+        return self.whole.last
+
+    def seconds(self, rung: int = 0) -> float:
+        """The seconds of a step at a rung, none of the way to the host and back behind the arithmetic."""
+        return (
+            self.whole.seconds(rung) + 2 * sum(map(nbytes, stored_values(self.at(rung)))) / self.device.host
+        )
+
+
+def _part(program: Program, parts: int) -> tuple[Variable, ...]:
+    """The largest of what a Program keeps for its backward pass, so many parts of it by bytes."""
+    found = sorted(movable(program), key=nbytes, reverse=True)
+    room, chosen = sum(map(nbytes, found)) * parts // HOST_PARTS, list[Variable]()
+    for v in found:
+        if nbytes(v) <= room:
+            chosen.append(v)
+            room -= nbytes(v)
+    return tuple(chosen)
+
+
+def movable(program: Program) -> tuple[Variable, ...]:
+    """What a Program keeps for its backward pass and could have in host memory."""
+    return () if stored_values(program) else Saved(program).candidates
 
 
 def seconds_of(program: Program, device: Accelerator) -> float:
@@ -140,6 +200,7 @@ class Chunkings:
     def __init__(self, program: Program, peak: int) -> None:
         self.program, self.peak = program, peak
         self.scores = self._large(attention_scores(program))
+        self.has_kept = _LEAST * sum(map(nbytes, movable(program))) > peak
         self.has_head = any(_LEAST * head.before > peak for head in chunks_of(self._headed(_COUNTS[1])))
 
     def __iter__(self) -> Iterator[Chunking]:
@@ -148,13 +209,16 @@ class Chunkings:
         Where one in many chunks takes too much, it does so in fewer.
         """
         heads = _COUNTS if self.has_head else (1,)
-        pairs = [Chunking(head, some) for head in heads for some in (_COUNTS if self.scores else (1,))]
-        yield from sorted(pairs, key=lambda c: (sum(c.kind), -c.head, -c.attention))
+        some = _COUNTS if self.scores else (1,)
+        hosts = range(HOST_PARTS + 1 if self.has_kept else 1)
+        ways = [Chunking(*way) for way in product(heads, some, hosts)]
+        yield from sorted(ways, key=lambda c: (sum(c.kind), -c.head, -c.attention, -c.host))
 
     @property
     def finest(self) -> Chunking:
         """Both in as many chunks as are tried, as far as they matter."""
-        return Chunking(_COUNTS[-1] if self.has_head else 1, _COUNTS[-1] if self.scores else 1)
+        head, attention = (_COUNTS[-1] if there else 1 for there in (self.has_head, self.scores))
+        return Chunking(head, attention, HOST_PARTS if self.has_kept else 0)
 
     def made(self, chunking: Chunking) -> Program:
         """The Program with these chunks."""

@@ -24,16 +24,19 @@ from onward.explain.budget.search import BudgetSearch
 def fit_memory(program: Program, budget: int | float | str, *, device: str | Accelerator = "H100") -> Program:
     """The same training in no more memory than a budget, at the least time.
 
-    A step takes memory for parameters, the state of the optimizer, its batch, and what it computes. Three
+    A step takes memory for parameters, the state of the optimizer, its batch, and what it computes. Four
     ways to take less are weighed against each other, and put together where one is not enough: the loss head
     and attention in chunks of rows (``chunk``), activations that the backward pass computes again
-    (``recompute``), state of the optimizer in host memory between the steps (``offload``). Chunks and
-    recomputation cost arithmetic, host memory costs the way over the bus and back. Values and gradients stay
-    what they are, up to the order of sums.
+    (``recompute``), activations in host memory until it reads them, and state of the optimizer in host memory
+    between the steps (``offload``). Chunks and recomputation cost arithmetic, host memory costs the way over
+    the bus and back, none of which is taken to be hidden behind arithmetic. Values and gradients stay what
+    they are, up to the order of sums.
 
     Their time is foretold for a kind of device, from its published peaks. Their bytes are those of the
-    compiler of the device at hand: the Program is compiled a few times. ``print(memory_savings(program))``
-    tells what was chosen, and what each choice saves and costs. A Program that fits comes back as it is.
+    compiler of the device at hand: the Program is compiled a few times. A CPU has one memory; of what its
+    compiler takes, the part counts that a device would hold, as the ops tell it.
+    ``print(memory_savings(program))`` tells what was chosen, and what each choice saves and costs. A Program
+    that fits comes back as it is.
 
     Args:
         program: a training Program that was traced, not yet accumulated, replicated or partitioned: these
@@ -103,6 +106,7 @@ def _too_little(search: BudgetSearch, limit: int) -> str:
         f"the loss head in {least.base.chunking.head} chunks" if least.base.chunking.head > 1 else "",
         f"attention in {least.base.chunking.attention} chunks" if least.base.chunking.attention > 1 else "",
         "activations computed again" if least.rung else "",
+        "activations in host memory" if least.base.chunking.host else "",
         f"{len(least.slots)} arrays of state in host memory" if least.slots else "",
     ]
     parts = sorted(_shares(least.program, taken).items(), key=lambda pair: -pair[1])

@@ -123,7 +123,7 @@ def _without(program: Program, functions: Sequence[Callable[..., Program]]) -> P
 
 def _figures(program: Program, device: Accelerator) -> tuple[int, float]:
     """The bytes of the compiled step, and the seconds that it is foretold."""
-    moved = 2 * sum(map(nbytes, offloaded(program)))
+    moved = 2 * sum(map(nbytes, (*offloaded(program), *stored_values(program))))
     tuned = Tuning()(program, ()).program
     return bytes_taken(program), seconds_of(tuned, device) + moved / device.host
 
@@ -133,8 +133,10 @@ def _what(way: str, program: Program) -> Iterator[str]:
     if way == _CHUNKS:
         yield from map(str, chunks_of(program))
     elif way == _HOST:
-        there = offloaded(program)
-        yield f"{some([v.name for v in there], 3)}, {human_bytes(sum(map(nbytes, there)))}"
+        for there, until in ((offloaded(program), ""), (stored_values(program), " until the backward pass")):
+            if there:
+                size = human_bytes(sum(map(nbytes, there)))
+                yield f"{some([v.name for v in there], 3)}, {size}{until}"
     else:
         report = recomputed(program)
         again = [row for row in report.rows if row.again]

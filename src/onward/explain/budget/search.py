@@ -16,9 +16,12 @@ from weakref import WeakKeyDictionary
 from onward.core.program import Program, Variable
 from onward.core.show import nbytes
 from onward.develop.offload import offload, offloadable, offloaded
+from onward.develop.recompute.measure import estimated
+from onward.develop.recompute.replay import without_steps
+from onward.develop.stored import stored, stored_values
 from onward.distribute.layout.accelerators import Accelerator
 from onward.execute.memory.use import MemoryUse
-from onward.explain.budget.bases import Base, Chunking, Chunkings
+from onward.explain.budget.bases import Base, Chunking, Chunkings, HostBase
 from onward.explain.compiling.once import compiled_once
 
 _MOST_COMPILED = 12
@@ -133,7 +136,9 @@ class BudgetSearch:
         return None if found is None else self._leaner(found)
 
     def _base(self, chunking: Chunking) -> Base:
-        if chunking not in self._bases:
+        if chunking not in self._bases and chunking.host:
+            self._bases[chunking] = HostBase(self._base(replace(chunking, host=0)), chunking)
+        elif chunking not in self._bases:
             made = self._chunkings.made(chunking)
             self._bases[chunking] = Base(made, chunking, self.device)
         return self._bases[chunking]
@@ -278,9 +283,21 @@ def bytes_taken(program: Program) -> int:
     """The bytes of a device that the compiled step takes: arguments, results and temporaries."""
     plan = compiled_once(program).memory
     beside = plan.output_size_in_bytes - plan.alias_size_in_bytes
-    whole = plan.argument_size_in_bytes + max(beside, 0) + plan.temp_size_in_bytes
-    told_apart = plan.host_argument_size_in_bytes > 0  # a CPU counts host memory as its own
-    return int(whole) - (0 if told_apart else sum(map(nbytes, offloaded(program))))
+    lasting, passing = plan.argument_size_in_bytes + max(beside, 0), plan.temp_size_in_bytes
+    if not plan.host_argument_size_in_bytes:  # a CPU counts host memory as its own
+        lasting -= sum(map(nbytes, offloaded(program)))
+    if stored_values(program) and not plan.host_temp_size_in_bytes:
+        passing *= _on_device(program)
+    return int(lasting + passing)
+
+
+def _on_device(program: Program) -> float:
+    """The part of its temporary memory that a Program needs on a device, as far as the ops tell.
+
+    The compiler of a device with one memory does not report it apart.
+    """
+    there = estimated(without_steps(program, stored)).bytes
+    return min(estimated(program).bytes / max(there, 1), 1.0)
 
 
 def _prefixes(program: Program) -> tuple[tuple[Variable, ...], ...]:

@@ -8,7 +8,7 @@ The bytes are an estimate from the ops that ``compile`` would run (``develop.tun
 CPU reports of the step that ``compile`` makes (arguments, results that are not written over them, temporary
 memory) 38 small models are within 15 %, as a test holds; the page *Count cost and memory* has a table.
 
-Where state lies in host memory the ops are taken as they stand: a CPU has one memory, and what its compiler
+Where state or activations lie in host memory the ops are taken as they stand: a CPU has one memory, and what its compiler
 does there tells nothing of a device that has its own.
 """
 
@@ -23,6 +23,8 @@ from onward.core.check import expect_program, expect_switches
 from onward.core.errors import ArgumentError
 from onward.core.program import Program
 from onward.core.show import human_bytes
+from onward.develop.offload import offloaded
+from onward.develop.stored import stored_values
 from onward.distribute.pipeline.cut import Pipeline
 from onward.execute.memory.held import MemoryShare
 from onward.execute.memory.table import bars, place, rows, side_by_side, text
@@ -75,7 +77,9 @@ class Memory(MemoryUse):
 
     def __str__(self) -> str:
         told = text(self._title, self.peak, self.curve, self.peak_number, self.shares, self.held, self.names)
-        told += f"\n\n{human_bytes(self.on_host)} of state lie in host memory" if self.on_host else ""
+        there = "state" if not stored_values(self.program) else "activations"
+        there = "state and activations" if there != "state" and offloaded(self.program) else there
+        told += f"\n\n{human_bytes(self.on_host)} of {there} lie in host memory" if self.on_host else ""
         return told if self.program.partition is None else f"{self._on_mesh}\n\n{told}"
 
     @property
