@@ -81,11 +81,6 @@ class DescribedBody(Body):
         return interned((d.type, len(d.inputs), types, named, inner))
 
     @property
-    def moves_memory(self) -> bool:
-        """Whether it is known to bring an array from one memory to another."""
-        return False
-
-    @property
     def has_effects(self) -> bool:
         """None, as no file can hold any."""
         return False

@@ -39,6 +39,7 @@ from onward.core.cost import size
 from onward.core.kernels.expanded import expanded
 from onward.core.kernels.fused import FusedSteps
 from onward.core.kernels.rules import AS_WRITTEN, KernelRules
+from onward.core.memories import moves_memory, on_host
 from onward.core.primitives.table import of
 from onward.core.primitives.traits import Work
 from onward.core.program import Program, Variable
@@ -174,8 +175,8 @@ class _LivenessWalk:
         within = (
             max((n for n, _ in of), default=_drawing(s)) for s, of in zip(self.steps, turns, strict=True)
         )
-        on_host = max((n for of in turns for _, n in of), default=0)
-        return Lifetimes(self.program, self.steps, tuple(self.arrays), tuple(within), on_host)
+        hosted = max((n for of in turns for _, n in of), default=0)
+        return Lifetimes(self.program, self.steps, tuple(self.arrays), tuple(within), hosted)
 
     def _new(self, v: Variable, begin: int, end: int, is_on_host: bool = False) -> None:
         bytes_ = size(v) if begin < 0 else _drawing(self.steps[begin]) or size(v)
@@ -194,10 +195,10 @@ class _LivenessWalk:
             outputs = [v for v in outputs if v not in self.read]
         elif self.order[i] in self.fused.within:
             return
-        on_host = step.body.on_host if step.body is not None else ()
+        there = on_host(step.body) if outputs else ()
         for at, v in enumerate(step.outputs):
             if v in outputs:
-                self._new(v, i, i, at in on_host)
+                self._new(v, i, i, at in there)
         for array in (array for v in self.fused.sources[self.order[i]] for array in self._arrays(v)):
             last[array] = i
             array.end = max(array.end, i)
@@ -259,14 +260,14 @@ class _LivenessWalk:
             inside = _LivenessWalk(program, (), self.rules, self.turns).lifetimes()
             given = sum(array.bytes for array in inside.on_device if array.begin < 0)
             own = (a for a in inside.arrays if a.is_on_host and a.begin >= 0 and a.end < len(inside.steps))
-            on_host = inside.within_on_host + sum(array.bytes for array in own)
-            self.turns[program] = max((taken - given for taken in inside.bytes), default=0), on_host
+            there = inside.within_on_host + sum(array.bytes for array in own)
+            self.turns[program] = max((taken - given for taken in inside.bytes), default=0), there
         return self.turns[program]
 
 
 def _fetches(step: Equation) -> bool:
     """Whether it brings what it reads from host memory to the device."""
-    return step.body is not None and step.body.moves_memory and not step.body.on_host
+    return moves_memory(step.body) and not on_host(step.body)
 
 
 def _drawing(step: Equation) -> int:

@@ -16,7 +16,7 @@ dot_general exp store reduce_sum div ones div_grad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -28,8 +28,11 @@ from onward.core.errors import GraphError, UnknownNameError
 from onward.core.jaxprs.body import Body, Wire, body_of
 from onward.core.jaxprs.edited import given_on_host
 from onward.core.jaxprs.equations import Type
-from onward.core.jaxprs.loops import gives_results, result_of
-from onward.core.marks import FETCH, STORE, WATCH
+from onward.core.jaxprs.loops import result_of
+from onward.core.jaxprs.reading import program_of
+from onward.core.lower import lower
+from onward.core.marks import FETCH, STACK, STORE, WATCH
+from onward.core.memories import on_host
 from onward.core.program import Op, Phase, Program, Variable
 from onward.core.transform import transform
 from onward.core.turn import ScanTurn
@@ -58,7 +61,7 @@ def stored_values(program: Program) -> tuple[Variable, ...]:
 
 
 def _on_host(op: Op) -> list[Variable]:
-    return [op.outputs[i] for i in sorted(op.body.on_host)]
+    return [op.outputs[i] for i in sorted(on_host(op.body))]
 
 
 class Saved:
@@ -87,11 +90,11 @@ class Saved:
 
     @cached_property
     def candidates(self) -> tuple[Variable, ...]:
-        """What can lie in host memory, each by the first of its names, in the order in which it is made."""
+        """The values that can lie in host memory, each by the first of its names, in their order."""
         return tuple(v for v in self.makers if self.root(v) is v and self.obstacle(v) is None)
 
     def meant(self, where: Iterable[Where]) -> tuple[Variable, ...]:
-        """What is chosen; a pattern or a predicate chooses of what can be moved."""
+        """The chosen values; a pattern or a predicate chooses of what can be moved."""
         chosen: list[Variable] = []
         for choice in where:
             named = self.named(choice)
@@ -142,6 +145,8 @@ class Saved:
         if maker.made_by is not Pass.FORWARD:
             return f"is made by {maker.type}{maker.at} in the {maker.made_by} pass. Leave it out of where=."
         readers = self.readers.get(v, ())
+        if maker.type is STACK:
+            return "is a stack of parameters, which lie so on the device. Leave it out of where=."
         if self._is_stored(v):
             return "lies in host memory already."
         if not self.backward(v):
@@ -224,21 +229,11 @@ class _Moved:
 
     def _is_within(self, v: Variable) -> bool:
         maker, readers = self.saved.makers[v], self.saved.readers[v]
-        if (turn := _turn(maker)) is None or any(op.made_by is not Pass.BACKWARD for op in readers):
+        if any(op.made_by is not Pass.BACKWARD for op in readers):
             return False
-        if result_of(maker.body, maker.outputs.index(v)) < turn.count_carried:
-            return False
-        return all(self._is_cut(op, v) for op in readers)
-
-    def _is_cut(self, op: Op, v: Variable) -> bool:
-        """Whether each turn of a loop gets its own of a value, and nothing else of the loop reads it."""
-        turn = _turn(op)
-        if turn is None:
-            return False
-        begin = turn.first_carried + turn.count_carried
-        at = [i for i, x in enumerate(op.inputs) if self.saved.root(x) is v]
-        return all(isinstance(x, int) and x in turn.operands[begin:] for x in at) and not any(
-            x in at for x in turn.operands[:begin] if isinstance(x, int)
+        return _Opened.of(maker.body).stacks(maker.outputs.index(v)) and all(
+            _Opened.of(op.body).cuts([i for i, x in enumerate(op.inputs) if self.saved.root(x) is v])
+            for op in readers
         )
 
     def _stores(self) -> Mapping[Op, Sequence[Variable]]:
@@ -251,7 +246,7 @@ class _Moved:
         return behind
 
     def _fetched(self, op: Op) -> list[Variable]:
-        """What an op of the backward pass reads that is on the host as a whole."""
+        """The values that an op of the backward pass reads and that are on the host as a whole."""
         read = dict.fromkeys(map(self.saved.root, op.inputs))
         return [v for v in self.chosen if v in read and v not in self._within]
 
@@ -264,42 +259,98 @@ class _Moved:
         if inputs == op.inputs:
             return op
         given = [i for i, r in enumerate(roots) if r in self._within]
-        return replace(op, inputs=inputs, body=_fetching(op.body, given) if given else op.body)
+        return replace(op, inputs=inputs, body=_Opened.of(op.body).fetching(given) if given else op.body)
 
     def _storing(self, op: Op, there: Mapping[Variable, Variable]) -> Op:
         """A loop of the forward pass that puts some of what it stacks up into host memory in each turn."""
         outputs = tuple(there.get(v, v) for v in op.outputs)
         at = [i for i, v in enumerate(op.outputs) if v in self._within]
-        return replace(op, outputs=outputs, body=_storing(op.body, at))
+        return replace(op, outputs=outputs, body=_Opened.of(op.body).storing(at))
 
 
-def _turn(op: Op) -> ScanTurn | None:
-    """The turn of an op that is a loop, and nothing else."""
-    return ScanTurn.of(op.body) if gives_results(op.body) else None
+@dataclass(frozen=True, eq=False)
+class _Opened:
+    """The equations of a Body, each an op, and the turns of those that are loops."""
+
+    body: Body
+    program: Program
+
+    @staticmethod
+    def of(body: Body) -> _Opened:
+        """The equations of a Body."""
+        return _Opened(body, program_of(body.closed, "body"))
+
+    def stacks(self, output: int) -> bool:
+        """Whether a loop makes an output, stacked over its turns, and nothing else here reads it."""
+        v = self.program.outputs[output]
+        if self.program.outputs.count(v) > 1 or self._readers([v]):
+            return False
+        for op in self.program.ops:
+            if v in op.outputs and (turn := ScanTurn.of(op.body)) is not None:
+                return result_of(op.body, op.outputs.index(v)) >= turn.count_carried
+        return False
+
+    def cuts(self, inputs: Sequence[int]) -> bool:
+        """Whether these inputs are read by loops alone, each of whose turns gets its own of them."""
+        given = {self.program.inputs[i] for i in inputs}
+        return given.isdisjoint(self.program.outputs) and all(
+            (turn := ScanTurn.of(op.body)) is not None and given.isdisjoint(_shared(op, turn))
+            for op in self._readers(given)
+        )
+
+    def _readers(self, given: Collection[Variable]) -> list[Op]:
+        return [op for op in self.program.ops if any(v in given for v in op.inputs)]
+
+    def storing(self, outputs: Sequence[int]) -> Body:
+        """The same, of which these outputs come in host memory."""
+        there = {self.program.outputs[i] for i in outputs}
+        ops = (_storing(op, there) for op in self.program.ops)
+        return body_of(self._with(ops), *self.body.in_types)
+
+    def fetching(self, inputs: Sequence[int]) -> Body:
+        """The same, given these inputs in host memory."""
+        there = {self.program.inputs[i] for i in inputs}
+        ops = (_fetching(op, there) for op in self.program.ops)
+        return given_on_host(self._with(ops), self.body.in_types, inputs)
+
+    def _with(self, ops: Iterable[Op]) -> Callable[..., list[Any]]:
+        run = lower(replace(self.program, ops=tuple(ops)), self.program.outputs)
+        return lambda *values: run((), values)
 
 
-def _storing(body: Body, outputs: Sequence[int]) -> Body:
-    """A loop of which these outputs, that are stacked, come in host memory."""
-    turn = ScanTurn.of(body)
+def _shared(op: Op, turn: ScanTurn) -> list[Variable]:
+    """The operands of a loop of which not each turn gets its own."""
+    begin = turn.first_carried + turn.count_carried
+    return [op.inputs[x] for x in turn.operands[:begin] if isinstance(x, int)]
+
+
+def _storing(op: Op, there: Collection[Variable]) -> Op:
+    """A loop each of whose turns puts its own of these results into host memory."""
+    at = {result_of(op.body, i) for i, v in enumerate(op.outputs) if v in there}
+    if not at:
+        return op
+    turn = ScanTurn.of(op.body)
     assert turn is not None
-    moved = {result_of(body, j) for j in outputs}
 
     def once(*values: Any) -> list[Any]:
-        return [jax.device_put(x, THERE) if i in moved else x for i, x in enumerate(turn.once(*values))]
+        return [jax.device_put(x, THERE) if i in at else x for i, x in enumerate(turn.once(*values))]
 
-    return body_of(_looped(body, turn, once), *body.in_types)
+    return replace(op, body=body_of(_looped(op.body, turn, once), *op.body.in_types))
 
 
-def _fetching(body: Body, inputs: Sequence[int]) -> Body:
-    """A loop that is given these inputs, of which each turn gets its own, in host memory."""
-    turn = ScanTurn.of(body)
+def _fetching(op: Op, there: Collection[Variable]) -> Op:
+    """A loop each of whose turns brings its own of these operands to the device."""
+    given = [i for i, v in enumerate(op.inputs) if v in there]
+    if not given:
+        return op
+    turn = ScanTurn.of(op.body)
     assert turn is not None
-    moved = {i for i, x in enumerate(turn.operands) if isinstance(x, int) and x in inputs}
+    at = {i for i, x in enumerate(turn.operands) if isinstance(x, int) and x in given}
 
     def once(*values: Any) -> list[Any]:
-        return turn.once(*(jax.device_put(x, HERE) if i in moved else x for i, x in enumerate(values)))
+        return turn.once(*(jax.device_put(x, HERE) if i in at else x for i, x in enumerate(values)))
 
-    return given_on_host(_looped(body, turn, once), body.in_types, inputs)
+    return replace(op, body=given_on_host(_looped(op.body, turn, once), op.body.in_types, given))
 
 
 def _looped(body: Body, turn: ScanTurn, once: Callable[..., list[Any]]) -> Callable[..., list[Any]]:

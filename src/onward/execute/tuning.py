@@ -51,7 +51,7 @@ class StepPlan:
 
     @property
     def _offloaded(self) -> Iterator[str]:
-        """What lies in host memory, if there is any, by its bytes."""
+        """A line each for state and activations in host memory, by their bytes."""
         if found := offloaded(self.program):
             there, whole = sum(map(nbytes, found)), sum(map(nbytes, self.program.state))
             names = some([v.name for v in found], 3)

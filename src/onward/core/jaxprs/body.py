@@ -177,22 +177,6 @@ class Body(NotPickled):
         """The names of the primitives in it, however deep."""
         return frozenset(name for eqn in self.equations for name in names_within(eqn))
 
-    @cached_property
-    def on_host(self) -> frozenset[int]:
-        """The positions of the outputs that it puts into host memory.
-
-        >>> import jax, jax.numpy as jnp
-        >>> body_of(lambda x: [x + 1, jax.device_put(x, jax.memory.Space.Host)], jnp.ones(3)).on_host
-        frozenset({1})
-        """
-        return frozenset(i for i, aval in enumerate(self.out_avals) if _is_on_host(aval))
-
-    @property
-    def moves_memory(self) -> bool:
-        """Whether one of its equations brings an array from one memory to another."""
-        places = (place for eqn in self.equations for place in eqn.params.get("devices") or ())
-        return any(isinstance(place, jax.memory.Space) for place in places)
-
     def computes(self, primitive: str) -> bool:
         """Whether one of its equations is of this primitive; those of functions that it calls are not its."""
         return any(eqn.primitive.name == primitive for eqn in self.equations)
@@ -404,10 +388,6 @@ def body_of(function: Callable[..., Any], *types: Any) -> Body:
             "jax.ShapeDtypeStruct((3, 4), jnp.float32) for each of its inputs."
         )
     return Body(traced(function, *types))
-
-
-def _is_on_host(aval: Any) -> bool:
-    return getattr(aval, "memory_space", None) is jax.memory.Space.Host
 
 
 def _has_type(value: Any) -> bool:

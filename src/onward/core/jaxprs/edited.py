@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from onward.core.jaxprs.body import Body, EquationBody, body_of
-from onward.core.jaxprs.equations import is_jaxpr
+from onward.core.jaxprs.equations import close, is_jaxpr
 
 
 def exchanged(body: Body) -> Body:
@@ -60,7 +60,7 @@ def call_with_inner(body: Body, name: str, inner: Body) -> Callable[..., list[An
 
 
 def given_on_host(function: Callable[..., list[Any]], types: Sequence[Any], given: Collection[int]) -> Body:
-    """The Body of one equation whose inputs at these positions lie in host memory.
+    """The Body of a function whose inputs at these positions lie in host memory.
 
     >>> import jax, jax.numpy as jnp
     >>> def total(xs):
@@ -72,11 +72,15 @@ def given_on_host(function: Callable[..., list[Any]], types: Sequence[Any], give
 
     def moved(*values: Any) -> list[Any]:
         there = jax.memory.Space.Host
-        return function(*(jax.device_put(x, there) if i in given else x for i, x in enumerate(values)))
+        put = {i: jax.device_put(values[i], there) for i in given}  # these stand before all else
+        return function(*(put.get(i, x) for i, x in enumerate(values)))
 
-    *moves, eqn = (jaxpr := body_of(moved, *types).closed.jaxpr).eqns
+    closed = body_of(moved, *types).closed
+    jaxpr = closed.jaxpr
+    moves, rest = jaxpr.eqns[: len(given)], jaxpr.eqns[len(given) :]
     there = {move.invars[0]: move.outvars[0] for move in moves}
-    return EquationBody(eqn, [there.get(v, v) for v in jaxpr.invars], list(jaxpr.outvars), jaxpr.debug_info)
+    invars = [there.get(v, v) for v in jaxpr.invars]
+    return Body(close(jaxpr.replace(invars=invars, eqns=rest), closed.consts))
 
 
 def _edited(body: Body, eqn: Any) -> Body:

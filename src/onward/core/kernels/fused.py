@@ -24,6 +24,7 @@ from typing import TypeAlias
 
 from onward.core.kernels.expanded import is_along_rows
 from onward.core.kernels.rules import KernelRules
+from onward.core.memories import moves_memory
 from onward.core.primitives.table import of
 from onward.core.primitives.traits import Linear, Moves, OnCpu
 from onward.core.program import Program, Variable
@@ -103,7 +104,7 @@ class FusedSteps:
 
     def is_view(self, step: Equation) -> bool:
         """Whether its result is another view of the same array; not one in another memory."""
-        return of(step.kind).is_view and not (step.body is not None and step.body.moves_memory)
+        return of(step.kind).is_view and not moves_memory(step.body)
 
     def _takes(self, i: int, step: Equation) -> bool:
         """Whether a reader may compute a step itself."""

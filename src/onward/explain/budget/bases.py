@@ -185,7 +185,7 @@ def _part(program: Program, parts: int) -> tuple[Variable, ...]:
 
 
 def movable(program: Program) -> tuple[Variable, ...]:
-    """What a Program keeps for its backward pass and could have in host memory."""
+    """The values that a Program keeps for its backward pass and could have in host memory."""
     return () if stored_values(program) else Saved(program).candidates
 
 

@@ -8,8 +8,8 @@ The bytes are an estimate from the ops that ``compile`` would run (``develop.tun
 CPU reports of the step that ``compile`` makes (arguments, results that are not written over them, temporary
 memory) 38 small models are within 15 %, as a test holds; the page *Count cost and memory* has a table.
 
-Where state or activations lie in host memory the ops are taken as they stand: a CPU has one memory, and what its compiler
-does there tells nothing of a device that has its own.
+Where state or activations lie in host memory the ops are taken as they stand: a CPU has one memory, and what
+its compiler does there tells nothing of a device that has its own.
 """
 
 from __future__ import annotations
