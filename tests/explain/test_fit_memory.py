@@ -13,6 +13,7 @@ import onward as ow
 from onward.core.amounts import bytes_in
 from onward.core.errors import ArgumentError, GraphError, RecipeError, UnknownNameError
 from onward.develop.offload import offload, offloadable
+from onward.develop.stored import stored_values
 from onward.distribute.layout.accelerators import H100
 from onward.explain.budget.bases import Base, Chunking, Chunkings
 from onward.explain.budget.fit_memory import fit_memory
@@ -103,6 +104,30 @@ def test_ways_are_put_together_where_one_is_not_enough():
     assert len(memory_savings(fitted(0.2)).rows) > 1
     alone = [ow.chunk(plain(), 64), ow.recompute(plain(), scopes=lambda _: True), offload(plain())]
     assert less < min(map(bytes_taken, alone))
+
+
+def test_activations_go_to_the_host_where_the_way_there_is_short():
+    def deep(ws, x):
+        for w in ws:
+            x = x + jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    layers, x = [normal(16, 16) for _ in range(4)], normal(128, 16)
+    program = ow.SGD(0.1).minimize(deep, layers, x)
+    near, far = (replace(H100, name="mine", host=speed) for speed in (1e15, 1e9))
+    swapped, again = (fit_memory(program, 0.6, device=device) for device in (near, far))
+    assert stored_values(swapped)
+    assert not stored_values(again)
+    assert bytes_taken(swapped) <= 0.6 * bytes_taken(program)
+    [row] = memory_savings(swapped, near).rows
+    assert row.way == "host memory"
+    found = []
+    for each in (program, swapped):
+        step = ow.compile(each)
+        state, out = step(step.init(layers), x)
+        found.append([out.loss, *jax.tree.leaves(state.parameters)])
+    for a, b in zip(*found, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_nothing_that_fits_is_faster():
