@@ -31,7 +31,7 @@ LAYERS, X = [_normal(WIDTH, WIDTH) for _ in range(DEPTH)], _normal(ROWS, WIDTH)
 
 def _loss(layers, x):
     for w in layers:
-        x = x + jnp.tanh(x @ w)
+        x = x + jnp.sin(x @ w)
     return jnp.mean(x**2)
 
 
@@ -75,8 +75,8 @@ def test_a_value_goes_behind_its_last_reader_and_comes_before_its_first():
 
 
 def test_a_name_stands_for_what_its_op_saves():
-    assert [v.name for v in stored_values(ow.offload(PLAIN, "tanh"))] == ["stored(saved(tanh))"]
-    by_pattern = ow.offload(PLAIN, ["tanh*", lambda v: v.name == "add"])
+    assert [v.name for v in stored_values(ow.offload(PLAIN, "sin"))] == ["stored(saved(sin))"]
+    by_pattern = ow.offload(PLAIN, ["sin*", lambda v: v.name == "add"])
     assert len(stored_values(by_pattern)) == DEPTH + 1
 
 
@@ -130,7 +130,7 @@ def test_a_loop_moves_turn_by_turn():
 
 def test_a_stack_that_is_read_otherwise_is_moved_as_a_whole():
     def loss(w, xs):
-        _, found = jax.lax.scan(lambda h, x: ((h := jnp.tanh(h @ w + x)), h), jnp.zeros(3), xs)
+        _, found = jax.lax.scan(lambda h, x: ((h := jnp.sin(h @ w + x)), h), jnp.zeros(3), xs)
         return jnp.sum(found**3)
 
     program = ow.append_backward(ow.trace(loss, jnp.eye(3), jnp.ones((5, 3))))
@@ -143,7 +143,7 @@ def test_a_stack_that_is_read_otherwise_is_moved_as_a_whole():
 
 
 def _recomputed(program):
-    return ow.recompute(program, 0.8)
+    return ow.recompute(program, 0.9)
 
 
 OTHERS = {
@@ -160,7 +160,7 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_with_other_transforms_in_either_order(name):
     other = OTHERS[name]
-    wanted, early, late = other(PLAIN), other(ow.offload(PLAIN, "tanh*")), ow.offload(other(PLAIN), "tanh*")
+    wanted, early, late = other(PLAIN), other(ow.offload(PLAIN, "sin*")), ow.offload(other(PLAIN), "sin*")
     assert len(stored_values(early)) == len(stored_values(late)) == DEPTH
     assert str(early) == str(late)
     _expect_equal(_ran(wanted), _ran(early))
@@ -172,20 +172,20 @@ def test_with_recomputation_other_lengths_and_a_test_program():
     moved = ow.offload(lean, _is_activation)
     assert stored_values(moved)
     _expect_equal(_ran(lean), _ran(moved))
-    step, plain = (ow.compile(p, tune=False) for p in (ow.offload(PLAIN, "tanh*"), PLAIN))
+    step, plain = (ow.compile(p, tune=False) for p in (ow.offload(PLAIN, "sin*"), PLAIN))
     _expect_equal(*([s(s.init(LAYERS), X[:9])[1].loss] for s in (step, plain)))
-    assert str(ow.for_test(ow.offload(PLAIN, "tanh*"))) == str(ow.for_test(PLAIN))
+    assert str(ow.for_test(ow.offload(PLAIN, "sin*"))) == str(ow.for_test(PLAIN))
 
 
 def test_compile_leaves_names_alone_and_says_so():
-    moved = ow.offload(PLAIN, "tanh*")
+    moved = ow.offload(PLAIN, "sin*")
     plan = str(ow.compile(moved).plan())
     assert "not rolled: activations lie in host memory; offload(roll(program), where) rolls it" in plan
-    assert "offloaded: stored(saved(tanh)), stored(saved(tanh_1))" in plan
+    assert "offloaded: stored(saved(sin)), stored(saved(sin_1))" in plan
     for a, b in zip(_ran(PLAIN, tune=True), _ran(moved, tune=True), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
     assert len(stored_values(ow.offload(ROLLED, "saved*"))) == 3
-    with pytest.raises(ow.UnknownNameError, match=r"nothing is named 'tanh\*'"):
+    with pytest.raises(ow.UnknownNameError, match=r"nothing is named 'sin\*'"):
         ow.roll(moved)
 
 
@@ -201,14 +201,22 @@ def test_memory_and_savings_tell_host_and_device_apart():
     assert row.saved > 0.4 * kept
     assert "until the backward pass" in row.what[0]
     assert row.lost >= 0.9 * 2 * kept / 64e9
-    both = ow.offload(PLAIN, ["*/mean", "tanh*"])
+    both = ow.offload(PLAIN, ["*/mean", "sin*"])
     assert len(memory_savings(both).rows[0].what) == 2
-    assert bytes_taken(both) < bytes_taken(ow.offload(PLAIN, "tanh*"))
+    assert bytes_taken(both) < bytes_taken(ow.offload(PLAIN, "sin*"))
     assert "of state and activations lie in host memory" in str(ow.memory(both))
 
 
+@pytest.mark.parametrize("model", [models.mlp((32, 32, 32, 10), batch=128), models.lstm(8, 8, 12, 16)])
+def test_memory_is_near_the_part_of_the_compilers_report_that_a_device_holds(model):
+    program = ow.SGD(1e-2).minimize(model.loss, model.params, *model.data)
+    moved = ow.offload(program, _is_activation)
+    assert ow.memory(moved, tune=False).peak == pytest.approx(bytes_taken(moved), rel=0.15)
+    assert bytes_taken(moved) < 0.7 * bytes_taken(program)
+
+
 def _updating(w, state, x):
-    h = jnp.tanh(x * w)
+    h = jnp.sin(x * w)
     return jnp.sum(h * h), {"last": h}
 
 
@@ -228,26 +236,26 @@ REFUSED = {
     "'dot_general' of '_loss' is read by no op of the backward pass": lambda: ow.offload(
         PLAIN, "dot_general"
     ),
-    "nothing is named 'tanhh'.*The nearest names are 'tanh'": lambda: ow.offload(PLAIN, "tanhh"),
+    "nothing is named 'sinn'.*The nearest names are 'sin'": lambda: ow.offload(PLAIN, "sinn"),
     r"nothing is named 'nope\*'": lambda: ow.offload(PLAIN, "nope*"),
     "nothing is named 'nope'": lambda: ow.offload(ow.accumulate(PLAIN, 2), "nope"),
     "'x' of '_loss' is data, which lies on the device": lambda: ow.offload(PLAIN, "x"),
     r"'grad\(add_1\)' of '_loss' is made by sum .*in the backward pass": lambda: ow.offload(
         PLAIN, "grad(add_1)"
     ),
-    r"'saved\(tanh\)' of '_loss' lies in host memory already": lambda: ow.offload(
-        ow.offload(PLAIN, "tanh"), "tanh"
+    r"'saved\(sin\)' of '_loss' lies in host memory already": lambda: ow.offload(
+        ow.offload(PLAIN, "sin"), "sin"
     ),
-    "'tanh' of '_updating' is a result of the step": lambda: ow.offload(KEEPS, "tanh"),
+    "'sin' of '_updating' is a result of the step": lambda: ow.offload(KEEPS, "sin"),
     "'div' of '_loss' is read by no op of the backward pass": lambda: ow.offload(PLAIN, "div"),
     r"'stack\(layers/\*\)' of '_loss' is a stack of parameters": lambda: ow.offload(
         ROLLED, "stack(layers/*)"
     ),
     "'add_1' of '_loss' is read by peek in the update as well": lambda: ow.offload(_peeking(), "add_1"),
     "pipeline: offload of '_loss' keeps activations in host memory": lambda: ow.pipeline(
-        ow.offload(PLAIN, "tanh"), 2, 2
+        ow.offload(PLAIN, "sin"), 2, 2
     ),
-    "has offload after its update; split cuts": lambda: ow.split(ow.offload(PLAIN, "tanh"), servers=2),
+    "has offload after its update; split cuts": lambda: ow.split(ow.offload(PLAIN, "sin"), servers=2),
 }
 
 
@@ -263,5 +271,5 @@ def test_a_device_without_such_memory(monkeypatch):
             return []
 
     monkeypatch.setattr("onward.execute.pinned._default_device", Device)
-    with pytest.raises(ow.ArgumentError, match=r"'stored\(saved\(tanh\)\)' in host memory .*no memory kind"):
-        ow.compile(ow.offload(PLAIN, "tanh"))
+    with pytest.raises(ow.ArgumentError, match=r"'stored\(saved\(sin\)\)' in host memory .*no memory kind"):
+        ow.compile(ow.offload(PLAIN, "sin"))

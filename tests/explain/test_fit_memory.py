@@ -115,7 +115,7 @@ def test_activations_go_to_the_host_where_the_way_there_is_short():
     layers, x = [normal(16, 16) for _ in range(4)], normal(128, 16)
     program = ow.SGD(0.1).minimize(deep, layers, x)
     near, far = (replace(H100, name="mine", host=speed) for speed in (1e15, 1e9))
-    swapped, again = (fit_memory(program, 0.6, device=device) for device in (near, far))
+    swapped, again = fit_memory(program, 0.6, device=near), fit_memory(program, 0.8, device=far)
     assert stored_values(swapped)
     assert not stored_values(again)
     assert bytes_taken(swapped) <= 0.6 * bytes_taken(program)

@@ -60,8 +60,7 @@ def tuned(
     """
     if program.code is not None:
         return Tuned(program, ("loaded from a file: compiled as it was saved",))
-    if stored_values(program):  # by names that they have in this Program
-        roll, may_split = bool(roll), False
+    may_split = may_split and not stored_values(program)  # whose loops move what they save
     program, note = _rolled(program, fetch, tune, roll)
     if not tune:
         return Tuned(program, (note,))
