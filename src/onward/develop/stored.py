@@ -11,7 +11,7 @@ and waits where there is none.
 >>> import jax.numpy as jnp, onward as ow
 >>> program = ow.SGD(0.1).minimize(lambda w, x: jnp.mean(jnp.exp(x @ w)), jnp.ones((3, 3)), jnp.ones((2, 3)))
 >>> print(*(op.type for op in stored(program, ("exp",)).ops[:7]))
-dot_general exp store reduce_sum div ones div_grad
+dot_general exp reduce_sum store div ones div_grad
 """
 
 from __future__ import annotations
