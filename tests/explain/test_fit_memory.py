@@ -108,11 +108,9 @@ def test_ways_are_put_together_where_one_is_not_enough():
 
 def test_activations_go_to_the_host_where_the_way_there_is_short():
     def deep(ws, x):
-        for w in ws:
-            x = x + jnp.tanh(x @ w)
-        return jnp.mean(x**2)
+        return jnp.mean(jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, ws)[0] ** 2)
 
-    layers, x = [normal(16, 16) for _ in range(4)], normal(128, 16)
+    layers, x = normal(4, 16, 16), normal(128, 16)
     program = ow.SGD(0.1).minimize(deep, layers, x)
     near, far = (replace(H100, name="mine", host=speed) for speed in (1e15, 1e9))
     swapped, again = fit_memory(program, 0.6, device=near), fit_memory(program, 0.8, device=far)

@@ -137,6 +137,16 @@ class Saved:
         """The ops of the backward pass that read a value."""
         return [op for op in self.readers.get(self.root(v), ()) if op.made_by is Pass.BACKWARD]
 
+    def is_moved_by_turns(self, v: Variable) -> bool:
+        """Whether loops alone make and read a value, a part in each turn."""
+        maker, readers = self.makers[v], self.readers[v]
+        if any(op.made_by is not Pass.BACKWARD for op in readers):
+            return False
+        return _Opened.of(maker.body).stacks(maker.outputs.index(v)) and all(
+            _Opened.of(op.body).cuts([i for i, x in enumerate(op.inputs) if self.root(x) is v])
+            for op in readers
+        )
+
     def obstacle(self, v: Variable) -> str | None:
         """Why a value cannot lie in host memory until the backward pass reads it; None if it can."""
         v, maker = self.root(v), self.makers.get(self.root(v))
@@ -225,16 +235,7 @@ class _Moved:
     @cached_property
     def _within(self) -> frozenset[Variable]:
         """Those that are moved turn by turn, within the loops that make and read them."""
-        return frozenset(v for v in self.chosen if self._is_within(v))
-
-    def _is_within(self, v: Variable) -> bool:
-        maker, readers = self.saved.makers[v], self.saved.readers[v]
-        if any(op.made_by is not Pass.BACKWARD for op in readers):
-            return False
-        return _Opened.of(maker.body).stacks(maker.outputs.index(v)) and all(
-            _Opened.of(op.body).cuts([i for i, x in enumerate(op.inputs) if self.saved.root(x) is v])
-            for op in readers
-        )
+        return frozenset(filter(self.saved.is_moved_by_turns, self.chosen))
 
     def _stores(self) -> Mapping[Op, Sequence[Variable]]:
         """For each op the values that go to the host behind it: no later forward op reads them."""

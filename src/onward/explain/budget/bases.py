@@ -92,9 +92,8 @@ class Base:
 
     def __init__(self, program: Program, chunking: Chunking, device: Accelerator) -> None:
         self.program, self.chunking, self.device = program, chunking, device
-        may_recompute = is_replayable(program) and not is_recomputed(program)
-        self.rolled = roll_where_worth(program)[0] if may_recompute else program
-        self._rungs = Rungs(self.rolled, ()) if may_recompute else None
+        self.rolled = _as_rolled(program)
+        self._rungs = Rungs(self.rolled, ()) if _may_recompute(program) else None
         self._tuned = Tuning()(program, ()).program
 
     def at(self, rung: int) -> Program:
@@ -137,6 +136,15 @@ class Base:
     @cached_property
     def _seconds_keeping_all(self) -> float:
         return seconds_of(self.rolled, self.device)
+
+
+def _may_recompute(program: Program) -> bool:
+    return is_replayable(program) and not is_recomputed(program)
+
+
+def _as_rolled(program: Program) -> Program:
+    """The Program that ``recompute`` starts from."""
+    return roll_where_worth(program)[0] if _may_recompute(program) else program
 
 
 class HostBase(Base):
@@ -185,8 +193,12 @@ def _part(program: Program, parts: int) -> tuple[Variable, ...]:
 
 
 def movable(program: Program) -> tuple[Variable, ...]:
-    """The values that a Program keeps for its backward pass and could have in host memory."""
-    return () if stored_values(program) else Saved(program).candidates
+    """The values that loops keep for loops of the backward pass and could have in host memory.
+
+    Of others a compiler may bring back too many too early, and take more memory than without.
+    """
+    saved = Saved(program)
+    return () if stored_values(program) else tuple(filter(saved.is_moved_by_turns, saved.candidates))
 
 
 def seconds_of(program: Program, device: Accelerator) -> float:
@@ -200,7 +212,7 @@ class Chunkings:
     def __init__(self, program: Program, peak: int) -> None:
         self.program, self.peak = program, peak
         self.scores = self._large(attention_scores(program))
-        self.has_kept = _LEAST * sum(map(nbytes, movable(program))) > peak
+        self.has_kept = _LEAST * sum(map(nbytes, movable(_as_rolled(program)))) > peak
         self.has_head = any(_LEAST * head.before > peak for head in chunks_of(self._headed(_COUNTS[1])))
 
     def __iter__(self) -> Iterator[Chunking]:

@@ -27,7 +27,7 @@ def fit_memory(program: Program, budget: int | float | str, *, device: str | Acc
     A step takes memory for parameters, the state of the optimizer, its batch, and what it computes. Four
     ways to take less are weighed against each other, and put together where one is not enough: the loss head
     and attention in chunks of rows (``chunk``), activations that the backward pass computes again
-    (``recompute``), activations in host memory until it reads them, and state of the optimizer in host memory
+    (``recompute``), activations of loops in host memory until it reads them, and state of the optimizer there
     between the steps (``offload``). Chunks and recomputation cost arithmetic, host memory costs the way over
     the bus and back, none of which is taken to be hidden behind arithmetic. Values and gradients stay what
     they are, up to the order of sums.
