@@ -14,8 +14,6 @@ from typing import Any
 from onward.core.check import expect_program
 from onward.core.errors import ArgumentError, GraphError
 from onward.core.jaxprs.body import Body
-from onward.core.jaxprs.edited import with_inner
-from onward.core.jaxprs.joining import joined
 from onward.core.jaxprs.tracing import traced
 from onward.core.marks import ATTENTION
 from onward.core.program import Applied, Op, Phase, Program
@@ -23,15 +21,14 @@ from onward.core.recipe import recipe_of, resumed, whole_types
 from onward.core.structure import expect_count
 from onward.core.transform import transform
 from onward.core.walk import Where, meant, select
-from onward.core.words import Pass
 from onward.develop.attention.find import attentions
 from onward.develop.attention.kernels import by_cudnn, in_blocks
 from onward.develop.attention.layout import Laid, laid_out
 from onward.develop.attention.parts import NoPartError
-from onward.develop.attention.places import FoundPlace, Kernel, chosen, hindrance, places, unrolled
+from onward.develop.attention.places import FoundPlace, Kernel, chosen, hindrance, places
 from onward.develop.chunk.chunk import chunks_of
-from onward.develop.rewrite.put import ENTERED, inside
-from onward.develop.roll.forward import separable
+from onward.develop.rewrite.put import changed_within, inside
+from onward.develop.roll.forward import separable, unrolled
 
 _NONE = (
     "fuse_attention: nothing in {name!r} is computed as softmax(scale * q @ k.T + mask) @ v.{closest} "
@@ -148,22 +145,14 @@ def _fused(
             at[attention.ops[-1]] = _op(laid, best, blocks)
             gone.update(attention.ops)
     stay = (op for op in program.ops if op in at or op not in gone)
-    ops = tuple(at.get(op) or _entered(op, names, kernel, blocks, within) for op in stay)
+
+    def changed(inner: Program, op: Op) -> Program:
+        return _fused(inner, names, kernel, blocks, inside(op, within))
+
+    ops = tuple(at.get(op) or changed_within(op, changed) for op in stay)
     if ops == program.ops:
         return program
     return replace(program, ops=_without_unread(program, ops, gone))
-
-
-def _entered(op: Op, names: frozenset[str], kernel: Kernel | None, blocks: int, within: str) -> Op:
-    """An op with the attention in the Programs that it runs fused."""
-    if op.made_by is not Pass.FORWARD or op.primitive.runs not in ENTERED:
-        return op
-    body = op.body
-    for name, inner in op.subprograms.items():
-        new = _fused(inner, names, kernel, blocks, inside(op, within))
-        if new is not inner:
-            body = with_inner(body, name, joined(new.ops, new.inputs, new.outputs, is_inner=True))
-    return op if body is op.body else replace(op, body=body)
 
 
 def _without_unread(program: Program, ops: Sequence[Op], gone: set[Op]) -> tuple[Op, ...]:

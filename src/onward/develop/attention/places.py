@@ -8,14 +8,12 @@ from typing import Literal, TypeAlias
 
 import jax
 
-from onward.core.program import Phase, Program, Recipe
-from onward.core.recipe import build, whole_types
+from onward.core.program import Program
 from onward.develop.attention.find import attentions
 from onward.develop.attention.layout import Laid, laid_out, never
 from onward.develop.attention.parts import Attention, NoPartError, ScoreChange, ScoreStep
 from onward.develop.attention.steps import never_seen
 from onward.develop.rewrite.put import entered, inside
-from onward.develop.roll.forward import forward_of
 
 Kernel: TypeAlias = Literal["blocks", "cudnn"]
 
@@ -47,13 +45,6 @@ def places(
         elif op in loops:
             for inner in op.subprograms.values():
                 yield from places(inner, inside(op, within), missed)
-
-
-def unrolled(program: Program, recipe: Recipe) -> Program:
-    """The forward pass before layers become loops."""
-    before = recipe.until(Phase.ROLL)
-    is_whole = len(before.steps) == len(recipe.until(Phase.BACKWARD).steps)
-    return forward_of(program, recipe) if is_whole else build(before, whole_types(program))
 
 
 def chosen(laid: Laid | str, kernel: Kernel | None, blocks: int) -> Kernel | None:

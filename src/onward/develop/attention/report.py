@@ -10,7 +10,8 @@ from onward.core.program import Phase, Program
 from onward.core.recipe import build, recipe_of, whole_types
 from onward.develop.attention.fuse import fused_attention
 from onward.develop.attention.layout import MASKS
-from onward.develop.attention.places import FoundPlace, Kernel, chosen, no_gain, places, unrolled
+from onward.develop.attention.places import FoundPlace, Kernel, chosen, no_gain, places
+from onward.develop.roll.forward import unrolled
 
 
 @dataclass(frozen=True)

@@ -8,24 +8,24 @@ each row by itself, it becomes one op: a loop over chunks of rows, whose turns t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from warnings import warn
 
 from onward.core.amounts import bytes_of
-from onward.core.check import expect_program
+from onward.core.check import check, expect_program
 from onward.core.errors import GraphError
 from onward.core.program import Applied, Phase, Program, Variable
-from onward.core.recipe import recipe_of, resumed, whole_types
+from onward.core.recipe import build, recipe_of, resumed, whole_types
 from onward.core.show import human_bytes, nbytes
 from onward.core.source import user_level
 from onward.core.structure import expect_count
 from onward.core.transform import transform
 from onward.core.walk import Where, meant, select
-from onward.develop.chunk.head import FewRowsError, in_chunks, is_attention
+from onward.develop.chunk.head import FewRowsError
 from onward.develop.chunk.loop import ChunkPlan, Chunks
-from onward.develop.chunk.region import heads, scores
-from onward.develop.roll.forward import forward_of, separable
+from onward.develop.chunk.within import ChunkCut, Enclosed
+from onward.develop.roll.forward import separable, unrolled
 
 _NO_HEAD = (
     "chunk: {name!r} multiplies nothing with a parameter on the way to its loss, so it has no logits to cut. "
@@ -127,17 +127,14 @@ def chunk(
     expect_count(chunks, "chunk: chunks", of="how many chunks")
     limit = None if memory is None else bytes_of(memory, "chunk: memory")
     recipe = recipe_of(program, "with its loss head in chunks", "Write the loop yourself, with jax.lax.map")
-    forward = forward_of(program, recipe)
+    forward = unrolled(program, recipe)
     names = tuple(v.name for v in _logits(forward, meant(where, "chunk", "to cut the loss head")))
-    step = Applied(chunked, (chunks, limit, names), {}, Phase.FORWARD)
-    result = step(forward)
-    if len(chunks_of(result)) < len(chunks_of(forward)) + len(names):
-        for name in names:  # one of them says why not
-            in_chunks(forward, forward[name], chunks, limit)
+    cut = ChunkCut(chunks, limit, names)
+    result = check(cut.of(forward))
     if limit is None:
-        _warn_of_many(program.name, chunks_of(result), chunks)
-    grown = recipe.including(step)
-    return resumed(result, grown, len(grown.until(Phase.BACKWARD).steps), whole_types(program))
+        _warn_of_many(program.name, _told(cut), chunks)
+    grown = recipe.including(Applied(chunked, (chunks, limit, names), {}, Phase.FORWARD))
+    return resumed(result, grown, len(grown.until(Phase.ROLL).steps), whole_types(program))
 
 
 def chunks_of(program: Program) -> tuple[Chunked, ...]:
@@ -153,14 +150,30 @@ def chunks_of(program: Program) -> tuple[Chunked, ...]:
         (4, 65536, 16384)
     """
     expect_program(program, "chunks_of")
-    found: list[Chunked] = []
+    found = tuple(_in_sight(program))
+    recipe = program.recipe
+    steps = () if recipe is None or program.ops is not recipe.ops else recipe.of(chunked)
+    if recipe is None or len(found) >= sum(len(step.arguments[-1]) for step in steps):
+        return found
+    # Loops within, and those that layers became, do not show what stands in them.
+    before = replace(recipe, steps=recipe.steps[: recipe.steps.index(steps[0])])
+    forward = build(before, whole_types(program))
+    told: list[Chunked] = []
+    for step in steps:
+        cut = ChunkCut(*step.arguments, (GraphError,))
+        forward = cut.of(forward)
+        told += _told(cut)
+    return tuple(told)
+
+
+def _in_sight(program: Program) -> Iterator[Chunked]:
+    """The loss heads in chunks among the ops of a Program, and in what these show of themselves."""
     for op in program.ops:
         body = op.primal or op.body
         if isinstance(body, Chunks):
-            found.append(_told(body.plan))
+            yield _told_of(body.plan.region.logits.name, body.plan)
         for inner in op.subprograms.values():
-            found.extend(chunks_of(inner))
-    return tuple(found)
+            yield from _in_sight(inner)
 
 
 def attention_scores(program: Program) -> tuple[Variable, ...]:
@@ -181,32 +194,27 @@ def attention_scores(program: Program) -> tuple[Variable, ...]:
         [8]
     """
     expect_program(program, "attention_scores")
+    return tuple(v for v, _ in scores_kept(program))
+
+
+def scores_kept(program: Program) -> Iterator[tuple[Variable, int]]:
+    """The scores of attention, and how many times the backward pass keeps each: once a turn of a loop."""
     forward = program
     if program.recipe is not None:
-        forward = forward_of(program, recipe_of(program, "to find attention", "Trace the function"))
-    return tuple(v for v in scores(forward) if is_attention(forward, v))
+        forward = unrolled(program, recipe_of(program, "to find attention", "Trace the function"))
+    for place in Enclosed.whole(forward).everywhere:
+        yield from ((place.named(v), place.kept) for v in place.scores)
 
 
 @separable
 @transform(phase=Phase.FORWARD)
 def chunked(program: Program, chunks: int, memory: int | None, names: Sequence[str]) -> Program:
-    """A forward Program with these heads in chunks; what is not there, or has one row, stays as it is."""
-    for name in names:
-        if name in program.variables:
-            program = _where_possible(program, name, chunks, memory)
-    return program
+    """A forward Program with these heads in chunks; what is not there, or has one row, stays as it is.
 
-
-def _where_possible(program: Program, name: str, chunks: int, memory: int | None) -> Program:
-    """The Program with one more head in chunks; a batch of one row, or a test Program, may do without."""
-    try:
-        return in_chunks(program, program[name], chunks, memory)
-    except FewRowsError:
-        return program
-    except GraphError:
-        if program.recipe is not None and not program.recipe.origin.training:
-            return program
-        raise
+    A test Program may do without.
+    """
+    is_test = program.recipe is not None and not program.recipe.origin.training
+    return ChunkCut(chunks, memory, names, (GraphError if is_test else FewRowsError,)).of(program)
 
 
 def _warn_of_many(name: str, heads: Iterable[Chunked], chunks: int) -> None:
@@ -219,19 +227,26 @@ def _warn_of_many(name: str, heads: Iterable[Chunked], chunks: int) -> None:
 
 def _logits(program: Program, where: list[Where] | None) -> tuple[Variable, ...]:
     """The logits of the heads that are meant."""
+    whole = Enclosed.whole(program)
     if where is not None:
-        return select(tuple(v for op in program.ops for v in op.outputs), where, "chunk, where")
+        places = whole.everywhere
+        named = tuple(place.named(v) for place in places for op in place.program.ops for v in op.outputs)
+        return select(named, where, "chunk, where")
     if before := chunks_of(program):
         raise GraphError(_TWICE.format(name=program.name, logits=before[0].logits, count=before[0].count))
-    found = heads(program)
+    found = whole.heads
     if not found:
         raise GraphError(_NO_HEAD.format(name=program.name))
     return (found[-1],)
 
 
-def _told(plan: ChunkPlan) -> Chunked:
+def _told(cut: ChunkCut) -> list[Chunked]:
+    return [_told_of(name, plan) for name, plan in cut.plans.items()]
+
+
+def _told_of(name: str, plan: ChunkPlan) -> Chunked:
     """A plan for people."""
     region = plan.region
     logits, source = region.logits, region.product.source
     at = str(source) if source is not None and source.file else ""
-    return Chunked(logits.name, logits.type, at, plan.count, len(region.ops), nbytes(logits))
+    return Chunked(name, logits.type, at, plan.count, len(region.ops), nbytes(logits))

@@ -49,8 +49,10 @@ class FewRowsError(GraphError):
     """Logits whose rows cannot be cut."""
 
 
-def in_chunks(program: Program, logits: Variable, chunks: int, memory: int | None) -> Program:
-    """The forward Program with the head that begins with these logits as one op.
+def in_chunks(
+    program: Program, logits: Variable, chunks: int, memory: int | None
+) -> tuple[Program, ChunkPlan]:
+    """The forward Program with the head that begins with these logits as one op, and how it was cut.
 
     Raises:
         FewRowsError: there is only one row, or nothing divides them.
@@ -71,7 +73,7 @@ def in_chunks(program: Program, logits: Variable, chunks: int, memory: int | Non
         op = plan.op()
     except CannotShortenError as error:
         raise _mixed(program, region, Mixes(error.op, "cannot be computed for some of the rows")) from error
-    return counted_together(_with_op(program, region, op), before, op)
+    return counted_together(_with_op(program, region, op), before, op), plan
 
 
 def is_attention(program: Program, scores: Variable) -> bool:

@@ -49,42 +49,45 @@ class Region:
         return sum(v.size for v in self.results) * _LARGE <= self.logits.size
 
 
-def heads(program: Program) -> list[Variable]:
-    """The results of products with parameters that no other such product comes after, the largest last.
+def heads(program: Program, of_data: Collection[Variable], others: Collection[Op] = ()) -> list[Op]:
+    """The products of data with parameters, and other ops, that no other of these comes after.
 
     >>> import jax.numpy as jnp, onward as ow
     >>> def loss(params, x):
     ...     return jnp.mean(jnp.tanh(x @ params[0]) @ params[1])
     >>> program = ow.trace(loss, [jnp.ones((3, 9)), jnp.ones((9, 5))], jnp.ones((4, 3)))
-    >>> heads(program)
-    [Variable('dot_general_1', float32[4,5], activation)]
+    >>> [op.outputs for op in heads(program, descendants(program, program.inputs))]
+    [(Variable('dot_general_1', float32[4,5], activation),)]
     """
-    of_data = descendants(program, program.inputs) if program.inputs else set(program.variables.values())
     read = ancestors(program, program.outputs if program.loss is None else [program.loss])
-    products = [
-        op.outputs[0]
+    found = [
+        op
         for op in program.ops
-        if op.primitive.is_product and op.outputs[0] in read and op.outputs[0].is_float
-        if sum(v in of_data for v in op.inputs) == 1 and len(op.inputs) == 2
+        if not read.isdisjoint(op.outputs) and (op in others or _is_with_parameter(op, of_data))
     ]
-    earlier = {v for p in products for v in ancestors(program, [p]) if v is not p}
-    return sorted((p for p in products if p not in earlier), key=lambda v: v.size)
+    earlier = {v for op in found for v in ancestors(program, op.inputs)}
+    return [op for op in found if earlier.isdisjoint(op.outputs)]
 
 
-def scores(program: Program) -> list[Variable]:
+def _is_with_parameter(op: Op, of_data: Collection[Variable]) -> bool:
+    is_product = op.primitive.is_product and op.outputs[0].is_float
+    return is_product and len(op.inputs) == 2 and sum(v in of_data for v in op.inputs) == 1
+
+
+def scores(program: Program, of_data: Collection[Variable]) -> list[Variable]:
     """The results of products of two values that both depend on data, which are larger than either.
 
     >>> import jax, jax.numpy as jnp, onward as ow
     >>> def attention(w, x):
     ...     return jax.nn.softmax(x @ w @ x.T) @ x
-    >>> scores(ow.trace(attention, jnp.ones((3, 3)), jnp.ones((9, 3))))
+    >>> program = ow.trace(attention, jnp.ones((3, 3)), jnp.ones((9, 3)))
+    >>> scores(program, descendants(program, program.inputs))
     [Variable('dot_general_1', float32[9,9], activation)]
     """
-    of_data = descendants(program, program.inputs) if program.inputs else set(program.variables.values())
     return [
         op.outputs[0]
         for op in program.ops
-        if op.primitive.is_product and op.outputs[0].is_float and of_data.issuperset(op.inputs)
+        if op.primitive.is_product and op.outputs[0].is_float and all(v in of_data for v in op.inputs)
         if len(op.inputs) == 2 and op.outputs[0].size > max(v.size for v in op.inputs)
     ]
 

@@ -21,7 +21,7 @@ _HOLDS_ARRAYS = (
     "rewrite: {new} would stand in the {op}{at}, which cannot hold the arrays that it closes over. Make them "
     "in it, such as with jnp.arange, or let the pattern read them as arguments."
 )
-ENTERED = (Runs.AGAIN, Runs.SCAN, Runs.WHILE, Runs.BRANCH)
+_ENTERED = (Runs.AGAIN, Runs.SCAN, Runs.WHILE, Runs.BRANCH)
 
 
 def occurrences(
@@ -51,7 +51,13 @@ class Rewriting:
 
     def of(self, program: Program, within: str = "") -> Program:
         """The Program with the replacement."""
-        loops = {op: self._entered(op, within) for op in entered(program)}
+        def changed(inner: Program, op: Op) -> Program:
+            new = self.of(inner, inside(op, within))
+            if new is not inner and new.constants:
+                raise GraphError(_HOLDS_ARRAYS.format(new=self.new.name, op=op.type, at=op.at))
+            return new
+
+        loops = {op: changed_within(op, changed) for op in entered(program)}
         search = PatternSearch(program, within=within)
         matches = [match for match in search.of(self.patterns) if self.is_meant(match)]
         if not matches and all(op is new for op, new in loops.items()):
@@ -68,17 +74,6 @@ class Rewriting:
                 placed.ops.append(loops.get(op, op))
         ops = _in_order(placed.ops) if any(len(match.outputs) > 1 for match in matches) else placed.ops
         return replace(program, ops=tuple(ops), constants=placed.constants)
-
-    def _entered(self, op: Op, within: str) -> Op:
-        """An op that runs Programs, with the replacement in these."""
-        body = op.body
-        for name, inner in op.subprograms.items():
-            new = self.of(inner, inside(op, within))
-            if new is not inner:
-                if new.constants:
-                    raise GraphError(_HOLDS_ARRAYS.format(new=self.new.name, op=op.type, at=op.at))
-                body = with_inner(body, name, joined(new.ops, new.inputs, new.outputs, is_inner=True))
-        return op if body is op.body else replace(op, body=body)
 
 
 class _RewrittenOps:
@@ -113,9 +108,21 @@ class _RewrittenOps:
 
 def entered(program: Program) -> Iterator[Op]:
     """The ops of the forward pass whose Programs are looked into."""
-    for op in program.ops:
-        if op.made_by is Pass.FORWARD and op.primitive.runs in ENTERED:
-            yield op
+    return filter(_is_entered, program.ops)
+
+
+def changed_within(op: Op, changed: Callable[[Program, Op], Program]) -> Op:
+    """An op of the forward pass with the Programs that it runs changed; itself where none is."""
+    body = op.body
+    for name, inner in op.subprograms.items() if _is_entered(op) else ():
+        new = changed(inner, op)
+        if new is not inner:
+            body = with_inner(body, name, joined(new.ops, new.inputs, new.outputs, is_inner=True))
+    return op if body is op.body else replace(op, body=body)
+
+
+def _is_entered(op: Op) -> bool:
+    return op.made_by is Pass.FORWARD and op.primitive.runs in _ENTERED
 
 
 def inside(op: Op, within: str) -> str:

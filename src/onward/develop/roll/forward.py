@@ -35,6 +35,13 @@ def forward_of(program: Program, recipe: Recipe) -> Program:
     return build(before, whole_types(program))
 
 
+def unrolled(program: Program, recipe: Recipe) -> Program:
+    """The forward pass before layers become loops."""
+    before = recipe.until(Phase.ROLL)
+    is_whole = len(before.steps) == len(recipe.until(Phase.BACKWARD).steps)
+    return forward_of(program, recipe) if is_whole else build(before, whole_types(program))
+
+
 def forward_ops(program: Program) -> tuple[Op, ...]:
     """The forward ops as they were before they saved anything for the backward pass."""
     return tuple(_first_form(op) for op in program.ops if op.made_by is Pass.FORWARD)
