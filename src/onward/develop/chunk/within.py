@@ -163,4 +163,3 @@ class ChunkCut:
         except self.left:
             pass
         return program
-

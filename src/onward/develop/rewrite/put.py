@@ -51,6 +51,7 @@ class Rewriting:
 
     def of(self, program: Program, within: str = "") -> Program:
         """The Program with the replacement."""
+
         def changed(inner: Program, op: Op) -> Program:
             new = self.of(inner, inside(op, within))
             if new is not inner and new.constants:
