@@ -13,12 +13,17 @@ from onward.core.program import Op, Program, Variable
 from onward.core.walk import consumers, producers
 from onward.core.words import Pass
 from onward.develop.attention.axes import AxisCut
+from onward.develop.attention.operands import KnownInputs
 from onward.develop.attention.parts import Attention, AttentionPart, AxisCutError, NoPartError
 from onward.develop.attention.walk import AttentionWalk
 from onward.develop.chunk.numbered import operands_of
 
 
-def attentions(program: Program, missed: list[tuple[int, NoPartError]] | None = None) -> Iterator[Attention]:
+def attentions(
+    program: Program,
+    missed: list[tuple[int, NoPartError]] | None = None,
+    outside: KnownInputs | None = None,
+) -> Iterator[Attention]:
     """Attention in the forward pass of a Program, but not in the loops within.
 
     ``missed`` gets what came close, with the number of ops that fit.
@@ -29,7 +34,7 @@ def attentions(program: Program, missed: list[tuple[int, NoPartError]] | None = 
     taken: set[Op] = set()
     for i, op in enumerate(program.ops):
         if op.made_by is Pass.FORWARD and op not in taken and _is_product(op):
-            walks = _Walks(program, op, makers)
+            walks = _Walks(program, op, makers, outside)
             try:
                 found = walks.over(program.ops[i + 1 :], readers, kept)
             except NoPartError as why:
@@ -45,9 +50,11 @@ def attentions(program: Program, missed: list[tuple[int, NoPartError]] | None = 
 class _Walks:
     """Walks from one product, with the axes apart that the one before would have cut."""
 
-    def __init__(self, program: Program, product: Op, makers: Mapping[Variable, Op]) -> None:
+    def __init__(
+        self, program: Program, product: Op, makers: Mapping[Variable, Op], outside: KnownInputs | None
+    ) -> None:
         self.pieces: list[tuple[int, ...]] = [(n,) for n in product.outputs[0].shape]
-        self.begin = partial(AttentionWalk, program, product, makers)
+        self.begin = partial(AttentionWalk, program, product, makers, outside=outside)
         self.last = self.begin(self.pieces)
 
     def over(

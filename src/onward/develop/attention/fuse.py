@@ -20,10 +20,11 @@ from onward.core.program import Applied, Op, Phase, Program
 from onward.core.recipe import recipe_of, resumed, whole_types
 from onward.core.structure import expect_count
 from onward.core.transform import transform
-from onward.core.walk import Where, meant, select
+from onward.core.walk import Where, meant, producers, select
 from onward.develop.attention.find import attentions
 from onward.develop.attention.kernels import by_cudnn, in_blocks
 from onward.develop.attention.layout import Laid, laid_out
+from onward.develop.attention.outside import Outside
 from onward.develop.attention.parts import NoPartError
 from onward.develop.attention.places import FoundPlace, Kernel, chosen, hindrance, places
 from onward.develop.chunk.chunk import chunks_of
@@ -116,7 +117,7 @@ def fuse_attention(
 @transform(phase=Phase.FORWARD)
 def fused_attention(program: Program, kernel: Kernel | None, blocks: int, names: Sequence[str]) -> Program:
     """A forward Program in which this attention is one op; what is not found, or gains nothing, stays."""
-    return _fused(program, frozenset(names), kernel, blocks, "")
+    return _fused(program, frozenset(names), kernel, blocks)
 
 
 class FusedAttention(Body):
@@ -133,12 +134,17 @@ class FusedAttention(Body):
 
 
 def _fused(
-    program: Program, names: frozenset[str], kernel: Kernel | None, blocks: int, within: str
+    program: Program,
+    names: frozenset[str],
+    kernel: Kernel | None,
+    blocks: int,
+    within: str = "",
+    outside: Outside | None = None,
 ) -> Program:
     """A forward Program with the attention of these names as one op each, by this kernel or the best."""
     at: dict[Op, Op] = {}
     gone: set[Op] = set()
-    for attention in attentions(program):
+    for attention in attentions(program, outside=outside):
         laid = laid_out(attention)
         best = chosen(laid, kernel, blocks) if within + attention.result.name in names else None
         if isinstance(laid, Laid) and best is not None:
@@ -146,8 +152,11 @@ def _fused(
             gone.update(attention.ops)
     stay = (op for op in program.ops if op in at or op not in gone)
 
+    makers = producers(program)
+
     def changed(inner: Program, op: Op) -> Program:
-        return _fused(inner, names, kernel, blocks, inside(op, within))
+        around = Outside.of(program, makers, op, inner, outside)
+        return _fused(inner, names, kernel, blocks, inside(op, within), around)
 
     ops = tuple(at.get(op) or changed_within(op, changed) for op in stay)
     if ops == program.ops:

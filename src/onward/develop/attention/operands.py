@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -97,11 +97,20 @@ class Operand:
         return None if value is None or value.size != 1 else float(value.ravel()[0])
 
 
+class KnownInputs(Protocol):
+    """What is known of the inputs of a Program that an op runs."""
+
+    def operand(self, v: Variable, axes: Axes, lengths: Lengths) -> Operand | None:
+        """An input whose dimensions count along these axes; None of any other value, or nothing known."""
+
+
 class ScoreOperands:
     """The operands beside the scores of one region."""
 
-    def __init__(self, program: Program, makers: Mapping[Variable, Op], lengths: Lengths) -> None:
-        self.program, self.makers, self.lengths = program, makers, lengths
+    def __init__(
+        self, program: Program, makers: Mapping[Variable, Op], lengths: Lengths, outside: KnownInputs | None
+    ) -> None:
+        self.program, self.makers, self.lengths, self.outside = program, makers, lengths, outside
         self.cuts: list[AxisCut] = []  # of axes that operands cut: they stay whole, where they could be less
         self.apart: dict[tuple[Operand, bool], tuple[Operand, ...]] = {}  # masks, by their parts
         self._found: dict[tuple[Variable, Axes], Operand] = {}
@@ -114,7 +123,8 @@ class ScoreOperands:
         """A value whose dimensions count along these axes, computed of what it comes from if that is less."""
         axes = tuple(group if n > 1 else () for group, n in zip(axes, v.shape, strict=True))
         if (v, axes) not in self._found:
-            plain = Operand(axes, self.lengths, v, self.program.constants.get(v))
+            known = None if self.outside is None else self.outside.operand(v, axes, self.lengths)
+            plain = known or Operand(axes, self.lengths, v, self.program.constants.get(v))
             again = self._again(v, axes, depth + 1) if depth < _DEEPEST else None
             is_less = again is not None and (again.is_known or sum(x.size for x in again.reads) < v.size)
             self._found[v, axes] = again if again is not None and is_less else plain

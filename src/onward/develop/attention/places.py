@@ -9,8 +9,10 @@ from typing import Literal, TypeAlias
 import jax
 
 from onward.core.program import Program
+from onward.core.walk import producers
 from onward.develop.attention.find import attentions
 from onward.develop.attention.layout import Laid, laid_out, never
+from onward.develop.attention.outside import Outside
 from onward.develop.attention.parts import Attention, NoPartError, ScoreChange, ScoreStep
 from onward.develop.attention.steps import never_seen
 from onward.develop.rewrite.put import entered, inside
@@ -34,17 +36,22 @@ class FoundPlace:
 
 
 def places(
-    program: Program, within: str = "", missed: list[tuple[int, NoPartError]] | None = None
+    program: Program,
+    within: str = "",
+    missed: list[tuple[int, NoPartError]] | None = None,
+    outside: Outside | None = None,
 ) -> Iterator[FoundPlace]:
     """The attention of a forward Program and of the loops within, in order."""
-    found = {attention.ops[-1]: attention for attention in attentions(program, missed)}
+    found = {attention.ops[-1]: attention for attention in attentions(program, missed, outside)}
+    makers = producers(program)
     loops = set(entered(program))
     for op in program.ops:
         if op in found:
             yield FoundPlace(within + found[op].result.name, found[op], laid_out(found[op]))
         elif op in loops:
             for inner in op.subprograms.values():
-                yield from places(inner, inside(op, within), missed)
+                around = Outside.of(program, makers, op, inner, outside)
+                yield from places(inner, inside(op, within), missed, around)
 
 
 def chosen(laid: Laid | str, kernel: Kernel | None, blocks: int) -> Kernel | None:

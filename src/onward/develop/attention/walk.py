@@ -17,7 +17,7 @@ from onward.core.jaxprs.body import Call
 from onward.core.primitives.traits import Linear, Moves, Reduces, Work
 from onward.core.program import Op, Program, Variable
 from onward.develop.attention.axes import Axes, cut, factors, moved, multiplied
-from onward.develop.attention.operands import ScoreOperands, row_of
+from onward.develop.attention.operands import KnownInputs, ScoreOperands, row_of
 from onward.develop.attention.parts import (
     OF_TWO,
     Attention,
@@ -42,6 +42,7 @@ class AttentionWalk:
     product: Op
     makers: Mapping[Variable, Op]
     pieces: Sequence[Sequence[int]]
+    outside: KnownInputs | None = None
     ops: list[Op] = field(default_factory=list)
     part: dict[Variable, AttentionPart] = field(default_factory=dict)
     axes: dict[Variable, Axes] = field(default_factory=dict)
@@ -61,7 +62,7 @@ class AttentionWalk:
         self.lengths = dict(enumerate(n for piece in self.pieces for n in piece))
         axes = iter(self.lengths)
         self.dimensions = tuple(tuple(next(axes) for _ in piece) for piece in self.pieces)
-        self.own = ScoreOperands(self.program, self.makers, dict(self.lengths))
+        self.own = ScoreOperands(self.program, self.makers, dict(self.lengths), self.outside)
         self._note(scores, AttentionPart.SCORES, self.dimensions)
         self.steps[scores] = ()
 

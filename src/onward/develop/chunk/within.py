@@ -6,10 +6,10 @@ A value within has a name of its own there; before it stand those of the ops tha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from onward.core.errors import GraphError
-from onward.core.jaxprs.loops import turns_of
 from onward.core.primitives.traits import Runs
 from onward.core.program import Op, Program, Variable
 from onward.core.turn import ScanTurn
@@ -18,7 +18,7 @@ from onward.core.words import Pass
 from onward.develop.chunk.head import in_chunks, is_attention
 from onward.develop.chunk.loop import ChunkPlan
 from onward.develop.chunk.region import heads, scores
-from onward.develop.rewrite.put import changed_within, entered, inside
+from onward.develop.rewrite.put import RunPart, changed_within, entered, inside, parts_of
 
 
 @dataclass(frozen=True)
@@ -57,22 +57,11 @@ class Enclosed:
 
     def of(self, op: Op) -> Iterator[Enclosed]:
         """The Programs that an op runs."""
-        turns = {turn.part: turn for turn in turns_of(op.body)}
         kept = 1 if op.primitive.runs is Runs.AGAIN else self.kept * _length(op)
-        for part, program in op.subprograms.items():
-            turn = turns.get(part)
-            if turn is None and op.primitive.runs is Runs.WHILE:
-                continue  # whether to go on
-            operands = op.body.operands[-len(program.inputs) or len(op.body.operands) :]
-            given = turn.given if turn is not None else operands
-            carried = turn.carried if turn is not None else ()
-            data = {
-                v
-                for v, x in zip(program.inputs, given, strict=True)
-                if isinstance(x, int) and op.inputs[x] in self.of_data
-            }
-            found = _reached(program, data, carried)
-            yield Enclosed(program, found, inside(op, self.within), kept)
+        for part in parts_of(op):
+            pairs = zip(part.program.inputs, part.given, strict=True)
+            data = {v for v, x in pairs if x is not None and op.inputs[x] in self.of_data}
+            yield Enclosed(part.program, _reached(part, data), inside(op, self.within), kept)
 
     @property
     def everywhere(self) -> Iterator[Enclosed]:
@@ -107,13 +96,12 @@ def _length(op: Op) -> int:
     return 1 if turn is None else max(turn.length, 1)
 
 
-def _reached(
-    program: Program, data: set[Variable], carried: Sequence[tuple[int, int]]
-) -> frozenset[Variable]:
+def _reached(part: RunPart, data: set[Variable]) -> frozenset[Variable]:
     """What depends on data in a Program that is given these, and in the turns that follow."""
+    program = part.program
     while True:
         found = descendants(program, data)
-        more = {program.inputs[i] for i, o in carried if program.outputs[o] in found}
+        more = {program.inputs[i] for i, o in part.carried if program.outputs[o] in found}
         if more <= data:
             return frozenset(found)
         data |= more
@@ -158,8 +146,6 @@ class ChunkCut:
         return changed_within(op, changed) if is_meant else op
 
     def _cut(self, program: Program, own: str, name: str) -> Program:
-        try:
+        with suppress(*self.left):
             program, self.plans[name] = in_chunks(program, program[own], self.chunks, self.memory)
-        except self.left:
-            pass
         return program

@@ -9,6 +9,7 @@ from onward.core.errors import GraphError
 from onward.core.jaxprs.body import body_of
 from onward.core.jaxprs.edited import with_inner
 from onward.core.jaxprs.joining import joined
+from onward.core.jaxprs.loops import turns_of
 from onward.core.jaxprs.reading import read_jaxpr
 from onward.core.names import Names
 from onward.core.primitives.traits import Runs
@@ -120,6 +121,36 @@ def changed_within(op: Op, changed: Callable[[Program, Op], Program]) -> Op:
         if new is not inner:
             body = with_inner(body, name, joined(new.ops, new.inputs, new.outputs, is_inner=True))
     return op if body is op.body else replace(op, body=body)
+
+
+@dataclass(frozen=True, eq=False)
+class RunPart:
+    """A Program that an op of the forward pass runs.
+
+    Attributes:
+        name: that of the parameter that holds it.
+        program: it.
+        given: for each of its inputs the position among the inputs of the op; None for a number.
+        carried: the positions (input, output) of what one turn of a loop hands to the next.
+    """
+
+    name: str
+    program: Program
+    given: tuple[int | None, ...]
+    carried: tuple[tuple[int, int], ...]
+
+
+def parts_of(op: Op) -> Iterator[RunPart]:
+    """The Programs that an op runs, but for what says whether a loop goes on."""
+    turns = {turn.part: turn for turn in turns_of(op.body)}
+    for name, program in op.subprograms.items():
+        turn = turns.get(name)
+        if turn is not None:
+            yield RunPart(name, program, turn.given, turn.carried)
+        elif op.primitive.runs is not Runs.WHILE:
+            operands = op.body.operands  # of a branch behind the number that chooses it
+            given = operands[len(operands) - len(program.inputs) :]
+            yield RunPart(name, program, tuple(x if isinstance(x, int) else None for x in given), ())
 
 
 def _is_entered(op: Op) -> bool:
