@@ -97,6 +97,13 @@ class Operand:
         return None if value is None or value.size != 1 else float(value.ravel()[0])
 
 
+def _is_less(again: Operand, v: Variable) -> bool:
+    """Whether a value is computed again of less than it holds, or a mask of masks, which tell more."""
+    size = sum(x.size for x in again.reads)
+    is_of_masks = v.dtype == bool and size <= v.size and all(x.dtype == bool for x in again.reads)
+    return again.is_known or size < v.size or is_of_masks
+
+
 class KnownInputs(Protocol):
     """What is known of the inputs of a Program that an op runs."""
 
@@ -126,8 +133,7 @@ class ScoreOperands:
             known = None if self.outside is None else self.outside.operand(v, axes, self.lengths)
             plain = known or Operand(axes, self.lengths, v, self.program.constants.get(v))
             again = self._again(v, axes, depth + 1) if depth < _DEEPEST else None
-            is_less = again is not None and (again.is_known or sum(x.size for x in again.reads) < v.size)
-            self._found[v, axes] = again if again is not None and is_less else plain
+            self._found[v, axes] = again if again is not None and _is_less(again, v) else plain
         return self._found[v, axes]
 
     def _again(self, v: Variable, axes: Axes, depth: int) -> Operand | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -40,6 +41,14 @@ def weighing(own: ScoreOperands, op: Op, weights: Variable, axes: Axes) -> Score
         step = _choice(own, op, at, others)
         return step if step is not None and step.fill is not None and step.fill.number == 0 else None
     return _scaled(op, at, others[0]) if len(others) == 1 else None
+
+
+def log_weighing(own: ScoreOperands, op: Op, logarithms: Variable, axes: Axes) -> ScoreStep | None:
+    """Logarithms of weights, minus infinity where a mask says so: the weights are 0 there; None otherwise."""
+    step = score_change(own, op, logarithms, axes)
+    if step is None or step.fill is None or step.fill.number != -np.inf:
+        return None
+    return replace(step, fill=own.number(np.zeros((), logarithms.dtype)))
 
 
 def never_seen(steps: Sequence[ScoreStep]) -> frozenset[Rule]:

@@ -27,7 +27,7 @@ from onward.develop.attention.parts import (
     ScoreChange,
     ScoreStep,
 )
-from onward.develop.attention.steps import never_seen, score_change, weighing
+from onward.develop.attention.steps import log_weighing, never_seen, score_change, weighing
 from onward.develop.chunk.numbered import operands_of
 
 
@@ -247,7 +247,7 @@ class AttentionWalk:
             self._changed(op, read[0], axes)
         elif AttentionPart.SCORES in parts and len(read) == 2 and len(op.inputs) == 2:
             self._shifted(op, axes)
-        elif len(read) == 1 and parts <= _WEIGHED:
+        elif len(read) == 1 and (parts <= _WEIGHED or (parts <= _LOGARITHMS and row_of(op).chooses)):
             self._weighed(op, read[0], axes)
         else:
             self._normalized(op, read, axes)
@@ -289,7 +289,7 @@ class AttentionWalk:
 
     def _weighed(self, op: Op, v: Variable, axes: Axes) -> None:
         """Weights changed behind softmax; exponentials are weights that are not divided by their sum yet."""
-        step = weighing(self.own, op, v, axes)
+        step = (log_weighing if self.part[v] in _LOGARITHMS else weighing)(self.own, op, v, axes)
         if step is None:
             raise NoPartError(op, "does what neither softmax nor dropout does")
         (out,) = op.outputs
@@ -393,4 +393,5 @@ _TOTALS = (AttentionPart.SUM, AttentionPart.INVERSE, AttentionPart.LOG_SUM)
 _LAID = (Moves.REPEATS, Moves.RESHAPES)
 _REPEATED = (AttentionPart.SHARED, AttentionPart.SUM, AttentionPart.INVERSE, AttentionPart.LOG_SUM)
 _WEIGHED = {AttentionPart.WEIGHTS, AttentionPart.EXPONENTIALS}
+_LOGARITHMS = {AttentionPart.LOG_WEIGHTS}
 _ROUNDED = (AttentionPart.SCORES, AttentionPart.SHARED)

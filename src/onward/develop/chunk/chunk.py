@@ -160,7 +160,8 @@ def chunks_of(program: Program) -> tuple[Chunked, ...]:
     forward = build(before, whole_types(program))
     told: list[Chunked] = []
     for step in steps:
-        cut = ChunkCut(*step.arguments, (GraphError,))
+        chunks, memory, names = step.arguments
+        cut = ChunkCut(chunks, memory, names, (GraphError,))
         forward = cut.of(forward)
         told += _told(cut)
     return tuple(told)

@@ -11,9 +11,9 @@ from onward.core.jaxprs.products import reading_before
 from onward.core.primitives.traits import Moves
 from onward.core.program import Op, Program, Variable
 from onward.core.show import human_bytes, nbytes
-from onward.core.walk import consumers, producers
+from onward.core.walk import consumers, needed_ops, producers
 from onward.develop.chunk.loop import CannotShortenError, ChunkPlan
-from onward.develop.chunk.region import Region, counted_apart, counted_together, region_of
+from onward.develop.chunk.region import Region, counted_apart, counted_together, read_behind, region_of
 from onward.develop.chunk.rows import Mixes, Rows, rows_of
 
 _MIXED = (
@@ -77,8 +77,10 @@ def in_chunks(
 
 
 def is_attention(program: Program, scores: Variable) -> bool:
-    """Whether these scores end in products, and are cut with gain."""
-    program = counted_apart(program)
+    """Whether these scores end in products, but for what nothing reads, and are cut with gain."""
+    program = counted_apart(replace(program, ops=tuple(needed_ops(program, read_behind(program)))))
+    if scores not in program.variables.values():
+        return False
     region = region_of(program, scores)
     makers = producers(program)
     ends = all(makers[v].primitive.is_product for v in region.results)

@@ -7,7 +7,7 @@ large inputs, such as labels that are written out as one-hot rows.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from onward.core.jaxprs.body import Body
@@ -226,12 +226,11 @@ def _counting(program: Program) -> set[Variable]:
 
 def _read_outside(program: Program, ops: Collection[Op]) -> set[Variable]:
     """The Variables that something other than these ops needs."""
-    return set(_needed(program, (op for op in program.ops if op not in ops)))
+    return {*read_behind(program), *(v for op in program.ops if op not in ops for v in op.inputs)}
 
 
-def _needed(program: Program, others: Iterable[Op]) -> Iterator[Variable]:
+def read_behind(program: Program) -> Iterator[Variable]:
+    """What is read when all ops have run."""
     yield from program.outputs
     yield from program.next_state.values()
     yield from () if program.loss is None else (program.loss,)
-    for op in others:
-        yield from op.inputs

@@ -18,7 +18,7 @@ from onward.core.marks import ACCUMULATE
 from onward.core.placement import expect_no_axis
 from onward.core.program import Program, Variable
 from onward.core.show import nbytes
-from onward.develop.chunk.chunk import attention_scores, chunk, chunks_of
+from onward.develop.chunk.chunk import chunk, chunks_of, scores_kept
 from onward.develop.offload import offload
 from onward.develop.recompute.loops import is_recomputed
 from onward.develop.recompute.measure import estimated
@@ -211,7 +211,7 @@ class Chunkings:
 
     def __init__(self, program: Program, peak: int) -> None:
         self.program, self.peak = program, peak
-        self.scores = self._large(attention_scores(program))
+        self.scores = self._large(scores_kept(program))
         self.has_kept = _LEAST * sum(map(nbytes, movable(_as_rolled(program)))) > peak
         self.has_head = any(_LEAST * head.before > peak for head in chunks_of(self._headed(_COUNTS[1])))
 
@@ -252,9 +252,10 @@ class Chunkings:
         except GraphError:
             return self.program
 
-    def _large(self, scores: Iterable[Variable]) -> tuple[Variable, ...]:
+    def _large(self, scores: Iterable[tuple[Variable, int]]) -> tuple[Variable, ...]:
         there = tuple(scores)
-        return there if _LEAST * sum(map(nbytes, there)) > self.peak and not chunks_of(self.program) else ()
+        is_large = _LEAST * sum(nbytes(v) * kept for v, kept in there) > self.peak
+        return tuple(v for v, _ in there) if is_large and not chunks_of(self.program) else ()
 
 
 def expect_one_device(program: Program, what: str) -> None:
