@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from onward.core.jaxprs.body import body_of
 from onward.core.program import Op, Program, Variable
 from onward.develop.attention.axes import Axes, Lengths
@@ -51,9 +53,11 @@ class Outside:
         if found is None:
             return None
         plain = Operand(axes, lengths, v)
-        if found.is_known:
-            return None if found.value is None else replace(plain, known=found.value)
-        return _with(found, plain, axes, lengths)
+        if not found.is_known:
+            return _with(found, plain, axes, lengths)
+        if not found.reads:
+            return _relaid(found, axes, lengths)
+        return None if found.value is None else replace(plain, known=np.broadcast_to(found.value, v.shape))
 
     def _known(self, v: Variable) -> Operand | None:
         """A value as it is computed outside, if it is the same in each turn."""

@@ -8,13 +8,14 @@ from math import ceil, gcd
 
 from onward.core.errors import GraphError
 from onward.core.jaxprs.products import reading_before
-from onward.core.primitives.traits import Moves
+from onward.core.primitives.traits import Moves, Runs
 from onward.core.program import Op, Program, Variable
 from onward.core.show import human_bytes, nbytes
-from onward.core.walk import consumers, needed_ops, producers
+from onward.core.walk import consumers, descendants, needed_ops, producers
 from onward.develop.chunk.loop import CannotShortenError, ChunkPlan
 from onward.develop.chunk.region import Region, counted_apart, counted_together, read_behind, region_of
 from onward.develop.chunk.rows import Mixes, Rows, rows_of
+from onward.develop.rewrite.put import opened
 
 _MIXED = (
     "chunk: {name}: the rows of {logits!r} ({type}){at} cannot be computed apart: {op}{line}, {types}, {why}."
@@ -58,8 +59,9 @@ def in_chunks(
         FewRowsError: there is only one row, or nothing divides them.
         GraphError: the rows cannot be computed apart, or are of any number, as in an export.
     """
-    before, program = program, counted_apart(program)
     logits = _product(program, logits)
+    before = _opened(program, logits)
+    program = counted_apart(before)
     if not all(isinstance(n, int) for n in logits.shape):
         told = {"name": program.name, "logits": logits.name, "type": logits.type}
         raise GraphError(_ANY.format(**told, at=producers(program)[logits].at))
@@ -78,14 +80,34 @@ def in_chunks(
 
 def is_attention(program: Program, scores: Variable) -> bool:
     """Whether these scores end in products, but for what nothing reads, and are cut with gain."""
-    program = counted_apart(replace(program, ops=tuple(needed_ops(program, read_behind(program)))))
+    program = replace(program, ops=tuple(needed_ops(program, read_behind(program))))
     if scores not in program.variables.values():
         return False
+    program = counted_apart(_opened(program, scores))
     region = region_of(program, scores)
     makers = producers(program)
     ends = all(makers[v].primitive.is_product for v in region.results)
     axes = range(scores.ndim)
     return ends and region.saves and any(isinstance(rows_of(region.ops, scores, i), Rows) for i in axes)
+
+
+def _opened(program: Program, logits: Variable) -> Program:
+    """The Program with the ops of each ``jax.checkpoint`` that reads what is computed of the logits.
+
+    A chunk is computed again in the backward pass as it is.
+    """
+    while True:
+        reached = descendants(program, [logits])
+        again = (
+            op
+            for op in region_of(program, logits).ops
+            if op.primitive.runs is Runs.AGAIN and not reached.isdisjoint(op.inputs)
+            if all(isinstance(x, int) for x in op.body.operands)
+        )
+        op = next(again, None)
+        if op is None:
+            return program
+        program = opened(program, op)
 
 
 def _with_op(program: Program, region: Region, op: Op) -> Program:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from onward.core.errors import GraphError
-from onward.core.jaxprs.body import body_of
+from onward.core.jaxprs.body import Body, body_of
 from onward.core.jaxprs.edited import with_inner
 from onward.core.jaxprs.joining import joined
 from onward.core.jaxprs.loops import turns_of
@@ -68,7 +68,7 @@ class Rewriting:
         for match in matches:
             at.setdefault(_first_reader(program, match), []).append(match)
         gone = {op for match in matches for op in match.ops}
-        placed = _RewrittenOps(program)
+        placed = RewrittenOps(program)
         for op in program.ops:
             for match in at.get(op, ()):
                 placed.put(match, self.new)
@@ -78,8 +78,8 @@ class Rewriting:
         return replace(program, ops=tuple(ops), constants=placed.constants)
 
 
-class _RewrittenOps:
-    """A Program that grows by what replaces patterns."""
+class RewrittenOps:
+    """The ops of a Program as they grow by what replaces some of them."""
 
     def __init__(self, program: Program) -> None:
         self.names = Names(program.variables)
@@ -88,17 +88,23 @@ class _RewrittenOps:
 
     def put(self, match: Match, new: Pattern) -> None:
         """Add the ops of a replacement, which compute the Variables that the pattern did."""
-        read = read_jaxpr(new.body(match.types).closed, match.inputs, self.names)
-        self.constants.update(read.constants)
-        made = {v for op in read.ops for v in op.outputs}
-        pairs = list(zip(read.outputs, match.outputs, strict=True))
-        instead = {mine: theirs for mine, theirs in reversed(pairs) if mine in made}
         word = new.name if new.name.isidentifier() else "rewritten"
         scope = "/".join(filter(None, (match.ops[-1].scope, word)))
+        self.compute(new.body(match.types), match.inputs, match.outputs, scope)
+
+    def compute(
+        self, body: Body, inputs: Sequence[Variable], outputs: Sequence[Variable], scope: str
+    ) -> None:
+        """Add the ops of a Body, which compute these Variables."""
+        read = read_jaxpr(body.closed, inputs, self.names)
+        self.constants.update(read.constants)
+        made = {v for op in read.ops for v in op.outputs}
+        pairs = list(zip(read.outputs, outputs, strict=True))
+        instead = {mine: theirs for mine, theirs in reversed(pairs) if mine in made}
         for op in read.ops:
-            inputs, outputs = (tuple(instead.get(v, v) for v in g) for g in (op.inputs, op.outputs))
-            below = f"{scope}/{op.scope}" if op.scope else scope
-            self.ops.append(replace(op, inputs=inputs, outputs=outputs, scope=below))
+            given, made_now = (tuple(instead.get(v, v) for v in g) for g in (op.inputs, op.outputs))
+            below = "/".join(filter(None, (scope, op.scope)))
+            self.ops.append(replace(op, inputs=given, outputs=made_now, scope=below))
         for mine, theirs in pairs:
             if instead.get(mine) is not theirs:
                 self._copy(instead.get(mine, mine), theirs, scope)
@@ -121,6 +127,20 @@ def changed_within(op: Op, changed: Callable[[Program, Op], Program]) -> Op:
         if new is not inner:
             body = with_inner(body, name, joined(new.ops, new.inputs, new.outputs, is_inner=True))
     return op if body is op.body else replace(op, body=body)
+
+
+def opened(program: Program, again: Op) -> Program:
+    """The Program with the ops of a ``jax.checkpoint`` in its place."""
+    (inner,) = again.subprograms.values()
+    placed = RewrittenOps(program)
+    for op in program.ops:
+        if op is not again:
+            placed.ops.append(op)
+            continue
+        own = joined(inner.ops, inner.inputs, inner.outputs, is_inner=True)
+        inputs = [again.inputs[x] for x in again.body.operands if isinstance(x, int)]
+        placed.compute(own, inputs, again.outputs, again.scope)
+    return replace(program, ops=tuple(placed.ops), constants=placed.constants)
 
 
 @dataclass(frozen=True, eq=False)
