@@ -274,6 +274,29 @@ def test_attention_is_cut_where_its_scores_are_most():
     assert [*Chunkings(program, 10**12)] == [Chunking()]  # what is small beside the peak is left alone
 
 
+@pytest.mark.parametrize("wrap", [lambda turn: turn, jax.checkpoint])
+def test_attention_in_a_loop_over_layers_is_cut_below_what_computing_again_reaches(wrap):
+    def layer(x, w):
+        q, k, v = jnp.split((x @ w)[:, :, None], 3, -1)
+        return x + jax.nn.dot_product_attention(q, k, v, is_causal=True)[:, :, 0], None
+
+    def attending(ws, x):
+        return jnp.mean(jax.lax.scan(wrap(layer), x, ws)[0] ** 2)
+
+    given = normal(3, 4, 12), normal(1, 256, 4)
+    program = ow.SGD(0.1).minimize(attending, *given)
+    again = Base(program, Chunking(), H100)
+    limit = min(map(bytes_taken, (program, again.at(again.last)))) // 2
+    less = fit_memory(program, limit)
+    assert bytes_taken(less) <= limit
+    (found,) = ow.graph.chunks_of(less)
+    assert found.logits.startswith("scan/")
+    assert "scan/" in str(memory_savings(less))
+    steps = [ow.compile(one) for one in (program, less)]
+    a, b = (step(step.init(given[0]), given[1])[0].parameters for step in steps)
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     "budget", [0, -1, 1.5, 1.0, 2.5, "much", "-3GB", "0.5B", None, True, [1], float("nan"), float("inf")]
 )

@@ -23,7 +23,6 @@ from jax import lax
 from onward.core.jaxprs.body import Body
 from onward.core.jaxprs.joining import joined
 from onward.core.jaxprs.loops import carry_of
-from onward.core.lower import lower
 from onward.core.program import Program, Variable, programs_within
 
 
@@ -86,7 +85,10 @@ class ScanTurn:
 
     def once(self, *values: Any) -> list[Any]:
         """One turn, computed."""
-        return lower(self.program, self.program.outputs)((), values)
+        program = self.program
+        given = [*program.inputs, *program.constants]
+        body = joined(program.ops, given, program.outputs, is_inner=True)
+        return body(*values, *program.constants.values())
 
     def computed(
         self, given: Sequence[Variable], wanted: Sequence[Variable], effects: bool = False

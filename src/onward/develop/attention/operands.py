@@ -6,7 +6,7 @@ Here it is an array that has a dimension for each axis of the scores, 1 long whe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -97,10 +97,11 @@ class Operand:
         return None if value is None or value.size != 1 else float(value.ravel()[0])
 
 
-def _is_less(again: Operand, v: Variable) -> bool:
+def _is_less(again: Operand, v: Variable, constants: Container[Variable]) -> bool:
     """Whether a value is computed again of less than it holds, or a mask of masks, which tell more."""
     size = sum(x.size for x in again.reads)
-    is_of_masks = v.dtype == bool and size <= v.size and all(x.dtype == bool for x in again.reads)
+    masks = [x for x in again.reads if x not in constants]
+    is_of_masks = all(x.dtype == bool for x in (v, *masks)) and sum(x.size for x in masks) <= v.size
     return again.is_known or size < v.size or is_of_masks
 
 
@@ -133,7 +134,9 @@ class ScoreOperands:
             known = None if self.outside is None else self.outside.operand(v, axes, self.lengths)
             plain = known or Operand(axes, self.lengths, v, self.program.constants.get(v))
             again = self._again(v, axes, depth + 1) if depth < _DEEPEST else None
-            self._found[v, axes] = again if again is not None and _is_less(again, v) else plain
+            self._found[v, axes] = (
+                again if again is not None and _is_less(again, v, self.program.constants) else plain
+            )
         return self._found[v, axes]
 
     def _again(self, v: Variable, axes: Axes, depth: int) -> Operand | None:

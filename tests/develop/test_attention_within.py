@@ -1,0 +1,423 @@
+"""Attention and loss heads in a user's own loops and in ``jax.checkpoint`` are found, and equal to JAX's."""
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tests.compiled import OPTIMIZED, at_once, expect_no
+
+import onward as ow
+from onward.core.lower import lower
+
+BATCH, TIME, WIDTH, HEADS, LAYERS, WORDS = 2, 8, 4, 2, 2, 40
+CAUSAL = np.tri(TIME, dtype=bool)
+
+
+def attention(p, x, mask):
+    q, k, v = (z.reshape(*x.shape[:2], HEADS, WIDTH // HEADS) for z in jnp.split(x @ p["qkv"], 3, axis=-1))
+    s = jnp.where(mask, jnp.einsum("bthd,bshd->bhts", q, k) / 2, -jnp.inf)
+    return x + jnp.tanh(jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(s), v).reshape(x.shape))
+
+
+def block(x, p):
+    return attention(p, x, jnp.tri(x.shape[1], dtype=bool)), None
+
+
+def own_scan(p, x):
+    return jnp.mean(jax.lax.scan(block, x, p)[0] ** 2)
+
+
+def scan_of_checkpoints(p, x):
+    return jnp.mean(jax.lax.scan(jax.checkpoint(block), x, p)[0] ** 2)
+
+
+def with_a_policy(p, x):
+    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    return jnp.mean(jax.lax.scan(jax.checkpoint(block, policy=policy), x, p, reverse=True, unroll=2)[0] ** 2)
+
+
+def checkpoint_of_a_scan(p, x):
+    return jax.checkpoint(own_scan)(p, x)
+
+
+def checkpoints(p, x):
+    for i in range(LAYERS):
+        x, _ = jax.checkpoint(block)(x, {"qkv": p["qkv"][i]})
+    return jnp.mean(x**2)
+
+
+def twice_in_a_turn(p, x):
+    return jnp.mean(jax.lax.scan(lambda x, p: block(block(x, p)[0], p), x, p)[0] ** 2)
+
+
+def loop_in_a_loop(p, x):
+    return jnp.mean(jax.lax.scan(lambda x, _: (jax.lax.scan(block, x, p)[0], None), x, None, 2)[0] ** 2)
+
+
+def vmapped(p, x):
+    return jnp.mean(jax.vmap(lambda x: jax.lax.scan(block, x[None], p)[0])(x) ** 2)
+
+
+def in_a_branch(p, x):
+    return jnp.mean(jax.lax.cond(x[0, 0, 0] < 9, lambda x: jax.lax.scan(block, x, p)[0], jnp.sin, x) ** 2)
+
+
+def mask_from_outside(p, x):
+    mask = jnp.tri(TIME, dtype=bool)
+    return jnp.mean(jax.lax.scan(lambda x, p: (attention(p, x, mask), None), x, p)[0] ** 2)
+
+
+def mask_of_numpy(p, x):
+    return jnp.mean(jax.lax.scan(lambda x, p: (attention(p, x, CAUSAL), None), x, p)[0] ** 2)
+
+
+def mask_with_padding(p, x):
+    mask = jnp.tri(TIME, dtype=bool) & (jnp.cos(x[:, :, 0]) > -2)[:, None, None]
+    body = jax.checkpoint(lambda x, p: (attention(p, x, mask), None))
+    return jnp.mean(jax.lax.scan(body, x, p)[0] ** 2)
+
+
+def mask_handed_on(p, x):
+    def turn(carry, p):
+        return (attention(p, *carry), carry[1]), None
+
+    return jnp.mean(jax.lax.scan(turn, (x, jnp.tri(TIME, dtype=bool)), p)[0][0] ** 2)
+
+
+FORMS = (
+    own_scan,
+    scan_of_checkpoints,
+    with_a_policy,
+    checkpoint_of_a_scan,
+    checkpoints,
+    twice_in_a_turn,
+    loop_in_a_loop,
+    vmapped,
+    in_a_branch,
+    mask_from_outside,
+    mask_of_numpy,
+    mask_with_padding,
+    mask_handed_on,
+)
+
+
+class FlaxBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x, mask):
+        return x + nn.MultiHeadDotProductAttention(HEADS, param_dtype=jnp.float64)(x, x, mask=mask), None
+
+
+def flax_case(turn, x):
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            axes = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "in_axes": nn.broadcast}
+            scanned = nn.scan(turn, length=LAYERS, **axes)()
+            return jnp.mean(scanned(x, nn.make_causal_mask(x[..., 0]))[0] ** 2)
+
+    net = Net()
+    return net.apply, net.init(jax.random.key(0), jnp.asarray(x))
+
+
+def equinox_case(wrap):
+    def layer(key):
+        return eqx.nn.MultiheadAttention(HEADS, WIDTH, key=key)
+
+    arrays, rest = eqx.partition(
+        eqx.filter_vmap(layer)(jax.random.split(jax.random.key(0), LAYERS)), eqx.is_array
+    )
+
+    def loss(p, x):
+        def turn(x, own):
+            def attend(x):
+                return x + eqx.combine(own, rest)(x, x, x, mask=jnp.tri(TIME, dtype=bool))
+
+            return wrap(jax.vmap(attend))(x), None
+
+        return jnp.mean(jax.lax.scan(turn, x, p)[0] ** 2)
+
+    return loss, arrays
+
+
+def derivatives(program):
+    """The loss of a forward Program and the gradients of all parameters, as a function."""
+    return derivatives_of(ow.append_backward(program))
+
+
+def derivatives_of(program):
+    assert [p for p, _ in program.gradients] == [*program.parameters]
+    run = lower(program, [program.loss, *(g for _, g in program.gradients)])
+    return lambda p, *data: run(jax.tree.leaves(p), data)
+
+
+def by_jax(f):
+    def compute(p, *data):
+        value, gradients = jax.value_and_grad(f)(p, *data)
+        return [value, *jax.tree.leaves(gradients)]
+
+    return compute
+
+
+def expect_same(cases, wanted, faults):
+    """Programs give what ``jax.value_and_grad`` gives of their functions, to 1e-12."""
+    found, expected = at_once(cases, faults), at_once(wanted, faults)
+    for name, values in found.items():
+        for a, b in zip(values, expected[name[0]], strict=True):
+            with np.errstate(invalid="ignore"):
+                if not np.allclose(a, b, rtol=1e-12, atol=1e-12, equal_nan=True):
+                    faults[name] = f"{a} is not {b}"
+    expect_no(faults)
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+def numbers():
+    rng = np.random.default_rng(0)
+    return {"qkv": 0.5 * rng.normal(size=(LAYERS, WIDTH, 3 * WIDTH))}, rng.normal(size=(BATCH, TIME, WIDTH))
+
+
+def test_attention_within_is_found_and_gives_what_jax_gives(x64):
+    p, x = numbers()
+    given = {f.__name__: (f, p) for f in FORMS}
+    given |= {
+        "flax scan": flax_case(FlaxBlock, x),
+        "flax scan of remat": flax_case(nn.remat(FlaxBlock), x),
+        "equinox": equinox_case(lambda f: f),
+        "equinox checkpoint": equinox_case(eqx.filter_checkpoint),
+    }
+    counts = {"checkpoints": LAYERS, "twice_in_a_turn": 2}
+    faults, cases, wanted = {}, {}, {}
+    for name, (f, p) in given.items():
+        program = ow.trace(f, p, x)
+        fused = ow.fuse_attention(program, "blocks", blocks=2)
+        chunked = ow.chunk(program, 4, where=ow.graph.attention_scores(program))
+        if [found.share for found in ow.graph.attentions_of(fused)] != [3 / 4] * counts.get(name, 1):
+            faults[name] = f"fuse_attention: {ow.graph.attentions_of(fused)}"
+        if [head.count for head in ow.graph.chunks_of(chunked)] != [4] * counts.get(name, 1):
+            faults[name] = f"chunk: {ow.graph.chunks_of(chunked)}"
+        cases[name, "fused"] = (derivatives(fused), p, x)
+        cases[name, "chunked"] = (derivatives(chunked), p, x)
+        wanted[name] = (by_jax(f), p, x)
+    expect_same(cases, wanted, faults)
+
+
+def picked(log_p, labels):
+    return jnp.take_along_axis(log_p, labels[..., None], axis=-1)[..., 0]
+
+
+def of_logits(z, labels):
+    return -jnp.mean(picked(jax.nn.log_softmax(z), labels))
+
+
+def head_in_a_checkpoint(w, x, labels, mask):
+    return jax.checkpoint(lambda w, x: of_logits(jnp.tanh(x) @ w, labels))(w, x)
+
+
+def head_in_two_checkpoints(w, x, labels, mask):
+    return jax.checkpoint(
+        lambda w, x: jax.checkpoint(lambda h: of_logits(h @ w, labels))(jnp.tanh(x))
+    )(w, x)  # fmt: skip
+
+
+def loss_in_a_checkpoint(w, x, labels, mask):
+    return jax.checkpoint(of_logits)(jnp.tanh(x) @ w, labels)
+
+
+def each_loss_in_a_checkpoint(w, x, labels, mask):
+    each = jax.checkpoint(lambda z: jax.nn.logsumexp(z, axis=-1) - picked(z, labels))(x @ w)
+    return jnp.mean(each * mask.any(-1))
+
+
+def logsumexp_where(w, x, labels, mask):
+    z = x @ w
+    return jnp.mean(jax.nn.logsumexp(z, axis=-1, where=mask) - picked(z, labels))
+
+
+def logsumexp_of_scipy(w, x, labels, mask):
+    z = x @ w
+    each = jax.scipy.special.logsumexp(z, axis=-1, where=mask) - picked(z, labels)
+    return jnp.sum(jnp.where(mask.any(-1), each, 0)) / jnp.sum(mask.any(-1))
+
+
+def log_softmax_where(w, x, labels, mask):
+    log_p = picked(jax.nn.log_softmax(x @ w, where=mask), labels)
+    return -jnp.mean(jnp.where(jnp.isfinite(log_p), log_p, 0))
+
+
+def softmax_where(w, x, labels, mask):
+    return -jnp.mean(picked(jax.nn.softmax(x @ w, where=mask), labels))
+
+
+HEADS_OF = (
+    head_in_a_checkpoint,
+    head_in_two_checkpoints,
+    loss_in_a_checkpoint,
+    each_loss_in_a_checkpoint,
+    logsumexp_where,
+    logsumexp_of_scipy,
+    log_softmax_where,
+    softmax_where,
+)
+
+
+def test_heads_in_checkpoints_and_of_masked_words_give_what_jax_gives(x64):
+    rng = np.random.default_rng(0)
+    w, x = rng.normal(size=(WIDTH, WORDS)), rng.normal(size=(BATCH, TIME, WIDTH))
+    labels, some = rng.integers(0, WORDS, (BATCH, TIME)), rng.random((BATCH, TIME, WORDS)) < 0.5
+    none = some.copy()
+    none[0, 3] = False  # a row of which no word counts
+    faults, cases, wanted = {}, {}, {}
+    for f in HEADS_OF:
+        chunked = ow.chunk(ow.trace(f, w, x, labels, some), 4)
+        assert [head.count for head in ow.graph.chunks_of(chunked)] == [4]
+        run = derivatives(chunked)
+        read = [(x, labels, some, none)[("x", "labels", "mask").index(v.name)] for v in chunked.inputs]
+        for kind, mask in (("some", some), ("none", none)):
+            data = [mask if v is some else v for v in read]
+            cases[f"{f.__name__} {kind}", ""] = (run, w, *data)
+            wanted[f"{f.__name__} {kind}"] = (by_jax(f), w, x, labels, mask)
+    expect_same(cases, wanted, faults)
+
+
+def weighed(weights_of):
+    def loss(w, x, mask):
+        q, k, v = jnp.split(x @ w, 3, axis=-1)
+        return jnp.mean((weights_of(jnp.einsum("btd,bsd->bts", q, k), mask & CAUSAL) @ v) ** 2)
+
+    return loss
+
+
+def exponentials_of_logarithms(s, mask):
+    return jnp.exp(jax.nn.log_softmax(s, where=mask))
+
+
+def softmax_of_some(s, mask):
+    return jax.nn.softmax(s, where=mask)
+
+
+def less_logsumexp(s, mask):
+    return jnp.where(mask, jnp.exp(s - jax.nn.logsumexp(s, axis=-1, keepdims=True, where=mask)), 0)
+
+
+def test_attention_of_some_keys_gives_what_jax_gives_without_any_as_well(x64):
+    rng = np.random.default_rng(0)
+    w, x = rng.normal(size=(WIDTH, 6)), rng.normal(size=(BATCH, TIME, WIDTH))
+    some = rng.random((BATCH, TIME, TIME)) < 0.5
+    some |= np.eye(TIME, dtype=bool)
+    none = some.copy()
+    none[0, 3] = False
+    faults, cases, wanted = {}, {}, {}
+    for weights in (exponentials_of_logarithms, softmax_of_some, less_logsumexp):
+        program = ow.trace(weighed(weights), w, x, some)
+        made = {"chunked": ow.chunk(program, 4, where=ow.graph.attention_scores(program))}
+        if weights is less_logsumexp:  # what it masks last is not softmax before
+            with pytest.raises(ow.GraphError, match="does what softmax does not"):
+                ow.fuse_attention(program)
+        else:
+            made["fused"] = ow.fuse_attention(program, "blocks", blocks=2)
+            assert [found.share for found in ow.graph.attentions_of(made["fused"])] == [3 / 4]
+        for kind, mask in (("some", some), ("none", none)):
+            name = f"{weights.__name__} {kind}"
+            cases |= {(name, how): (derivatives(one), w, x, mask) for how, one in made.items()}
+            wanted[name] = (by_jax(weighed(weights)), w, x, mask)
+    expect_same(cases, wanted, faults)
+
+
+def scores_of(p, x):
+    return (x @ p["qkv"][:, :WIDTH]) @ x.swapaxes(1, 2)
+
+
+def weights_stacked(p, x):
+    def turn(x, p):
+        weights = jax.nn.softmax(scores_of(p, x))
+        return x + weights @ x, weights
+
+    x, weights = jax.lax.scan(turn, x, p)
+    return jnp.mean(x**2) + jnp.mean(weights**2)
+
+
+def scores_carried(p, x):
+    def turn(carry, p):
+        x, s = carry
+        s = s + scores_of(p, x)
+        return (x + jax.nn.softmax(s) @ x, s), None
+
+    return jnp.mean(jax.lax.scan(turn, (x, jnp.zeros((BATCH, TIME, TIME))), p)[0][0] ** 2)
+
+
+def weights_for_the_next_turn(p, x):
+    def turn(carry, p):
+        x, weights = carry
+        return (x + weights @ x, jax.nn.softmax(scores_of(p, x))), None
+
+    return jnp.mean(jax.lax.scan(turn, (x, jnp.zeros((BATCH, TIME, TIME))), p)[0][0] ** 2)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("f", [weights_stacked, scores_carried, weights_for_the_next_turn])
+def test_what_leaves_its_turn_is_left_alone(f):
+    program = ow.trace(f, *numbers())
+    assert ow.graph.attention_scores(program) == ()
+    with pytest.raises(ow.GraphError, match=r"Closest comes that of which .* at test_attention_within\.py"):
+        ow.fuse_attention(program)
+    with pytest.raises(ow.GraphError, match=r"about as large as the logits .* at test_attention_within\.py"):
+        ow.chunk(program, 4, where=lambda v: v.name.startswith("scan/") and v.shape == (BATCH, TIME, TIME))
+
+
+def test_a_mask_of_its_own_for_each_turn_is_not_known():
+    def loss(p, x):
+        masks = jnp.stack([jnp.tri(TIME, dtype=bool), jnp.tri(TIME, k=2, dtype=bool)])
+        turn = lambda x, own: (attention(own[0], x, own[1]), None)  # noqa: E731
+        return jnp.mean(jax.lax.scan(turn, x, (p, masks))[0] ** 2)
+
+    fused = ow.fuse_attention(ow.trace(loss, *numbers()), "blocks")
+    assert [found.share for found in ow.graph.attentions_of(fused)] == [1.0]
+
+
+def test_what_is_in_chunks_is_told_after_any_transform():
+    p, x = numbers()
+    program = ow.SGD(0.1).minimize(own_scan, p, x)
+    chunked = ow.chunk(program, 4, where=ow.graph.attention_scores(program))
+    layers = ow.SGD(0.1).minimize(checkpoints, p, x)
+    cut = ow.chunk(layers, 4, where=ow.graph.attention_scores(ow.roll(layers)))
+    made = {
+        "alone": chunked,
+        "replicate": ow.replicate(chunked, 2),
+        "accumulate": ow.accumulate(chunked, 2),
+        "mixed": ow.mixed_precision(chunked, "bfloat16"),
+        "recompute": ow.recompute(chunked, 0.9),
+    }
+    for name, one in made.items():
+        assert [(h.logits, h.count) for h in ow.graph.chunks_of(one)] == [
+            ("scan/bthd,bshd->bhts/dot_general", 4)
+        ], name
+    assert [head.count for head in ow.graph.chunks_of(ow.roll(cut))] == [4] * LAYERS
+    with pytest.raises(ow.GraphError, match=r"is in chunks already, by chunk or fit_memory"):
+        ow.fuse_attention(chunked)
+
+
+@pytest.mark.parametrize("f", [own_scan, scan_of_checkpoints])
+def test_the_scores_never_exist_as_a_whole_in_a_loop(f):
+    rng = np.random.default_rng(0)
+    p = {"qkv": rng.normal(size=(LAYERS, WIDTH, 3 * WIDTH)).astype("float32")}
+    x = rng.normal(size=(1, 512, WIDTH)).astype("float32")
+    program = ow.append_backward(ow.trace(f, p, x))
+    scores = HEADS * 512 * 512 * 4
+    scored = ow.graph.attention_scores(program)
+
+    def temporaries(program):
+        run = jax.jit(derivatives_of(program), compiler_options=OPTIMIZED)
+        return run.lower(p, x).compile().memory_analysis().temp_size_in_bytes
+
+    before, fused, chunked = map(
+        temporaries, (program, ow.fuse_attention(program), ow.chunk(program, 16, where=scored))
+    )
+    assert before > (LAYERS if f is own_scan else 1) * scores
+    assert fused < 0.75 * before
+    assert chunked < scores / 2
