@@ -29,8 +29,8 @@ from onward.develop.roll.forward import separable, unrolled
 
 _NO_HEAD = (
     "chunk: {name!r} multiplies nothing with a parameter on the way to its loss, so it has no logits to cut. "
-    "Expected a product such as hidden @ w, outside of a loop such as scan; leave chunk away, or name the "
-    "logits: where='name'."
+    "Expected a product such as hidden @ w, outside of a loop such as scan; jax.checkpoint may be around it. "
+    "Leave chunk away, or name the logits: where='name'."
 )
 
 _TWICE = (
@@ -182,7 +182,8 @@ def attention_scores(program: Program) -> tuple[Variable, ...]:
 
     They are products of two values that depend on data, larger than both, of which each row (a query) is
     computed by itself until a product makes it small again. In chunks of queries the scores of all never
-    exist at once, so that memory grows with the length and no longer with its square.
+    exist at once, so that memory grows with the length and no longer with its square. Those in a loop over
+    layers, in ``jax.checkpoint`` or a branch come with the name of that before their own.
 
     Example:
         >>> import jax, jax.numpy as jnp, onward as ow
