@@ -418,4 +418,4 @@ def test_the_scores_never_exist_as_a_whole_in_a_loop(f):
     )
     assert before > (LAYERS if f is own_scan else 1) * scores
     assert fused < 0.75 * before
-    assert chunked < scores / 2
+    assert chunked < 0.75 * scores

@@ -106,7 +106,7 @@ def _is_less(again: Operand, v: Variable, constants: Container[Variable]) -> boo
 
 
 class KnownInputs(Protocol):
-    """What is known of the inputs of a Program that an op runs."""
+    """Knowledge of the inputs of a Program that an op runs."""
 
     def operand(self, v: Variable, axes: Axes, lengths: Lengths) -> Operand | None:
         """An input whose dimensions count along these axes; None of any other value, or nothing known."""

@@ -230,7 +230,7 @@ def _read_outside(program: Program, ops: Collection[Op]) -> set[Variable]:
 
 
 def read_behind(program: Program) -> Iterator[Variable]:
-    """What is read when all ops have run."""
+    """The values that are read when all ops have run."""
     yield from program.outputs
     yield from program.next_state.values()
     yield from () if program.loss is None else (program.loss,)

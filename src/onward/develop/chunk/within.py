@@ -97,7 +97,7 @@ def _length(op: Op) -> int:
 
 
 def _reached(part: RunPart, data: set[Variable]) -> frozenset[Variable]:
-    """What depends on data in a Program that is given these, and in the turns that follow."""
+    """The values that depend on data in a Program that is given these, and in the turns that follow."""
     program = part.program
     while True:
         found = descendants(program, data)
