@@ -276,7 +276,7 @@ NEAR_MISSES = {
     ),
     "some of the rows": (by_some_numbers, "does not keep the rows apart"),
     "rows of something else": (of_flat(with_rows_of_a_half), "makes rows of something else"),
-    "checkpointed": (of_flat(jax.checkpoint(lambda z: jnp.sin(z))), "a function that is not looked into"),
+    "a loop": (of_flat(lambda z: jax.lax.map(jnp.sin, z)), "a function that is not looked into"),
     "another row": (by_wrong_number, "does not keep the rows apart"),
     "against each other": (against_each_other, "makes an array of all pairs of rows"),
     "dropout": (dropped, "draws random numbers"),

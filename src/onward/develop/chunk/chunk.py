@@ -29,8 +29,8 @@ from onward.develop.roll.forward import separable, unrolled
 
 _NO_HEAD = (
     "chunk: {name!r} multiplies nothing with a parameter on the way to its loss, so it has no logits to cut. "
-    "Expected a product such as hidden @ w, outside of a loop such as scan; jax.checkpoint may be around it. "
-    "Leave chunk away, or name the logits: where='name'."
+    "Expected a product such as hidden @ w, outside of a loop such as scan, in jax.checkpoint or not; "
+    "leave chunk away, or name the logits: where='name'."
 )
 
 _TWICE = (
