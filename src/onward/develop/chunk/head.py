@@ -60,12 +60,11 @@ def in_chunks(
         GraphError: the rows cannot be computed apart, or are of any number, as in an export.
     """
     logits = _product(program, logits)
-    before = _opened(program, logits)
-    program = counted_apart(before)
     if not all(isinstance(n, int) for n in logits.shape):
         told = {"name": program.name, "logits": logits.name, "type": logits.type}
         raise GraphError(_ANY.format(**told, at=producers(program)[logits].at))
-    program = _before_transposes(program, logits)
+    before = _opened(program, logits)
+    program = _before_transposes(counted_apart(before), logits)
     region = region_of(program, logits)
     _expect_gain(program, region)
     plan = _plan(program, region, chunks if memory is None else ceil(nbytes(logits) / memory))
