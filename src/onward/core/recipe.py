@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
-from onward.core.check import check, expect_program
+from onward.core.check import check
 from onward.core.errors import RecipeError
 from onward.core.jaxprs.equations import Type
 from onward.core.placement import whole_shape
@@ -121,7 +121,6 @@ def recipe_of(program: Program, purpose: str, instead: str) -> Recipe:
     Raises:
         RecipeError: the Program was not traced, or its ops were changed by hand.
     """
-    expect_program(program, "This transform")
     if program.recipe is None:
         raise RecipeError(
             f"Program {program.name!r} was not made by trace, so it cannot be traced again {purpose}. "

@@ -142,6 +142,13 @@ _PREDICT = (
     ".activation(name) too."
 )
 _TRAIN = "Write ow.Trainer(model, ow.Adam(1e-3)).train(reader, epochs=10)."
+_EACH_STEP = {
+    "train fit": "Write a loop around state, out = step(state, **batch); or step.run(state, reader).",
+    "params parameters": "Write state.parameters, of the State that the step returned.",
+    "loss": "Write out.loss, of what the step returned: state, out = step(state, batch).",
+    "summary": "Write ow.summary(step.program).",
+    "costanalysis": "Write ow.cost(step.program).",
+}
 _METHODS: Mapping[str, Mapping[str, str]] = {
     "Trainer": {
         "fit": "Write trainer.train(reader, epochs=10, test=test_reader).",
@@ -173,13 +180,17 @@ _METHODS: Mapping[str, Mapping[str, str]] = {
         "evaluate": "Write evaluator.test(reader).",
     },
     "Step": {
-        "train fit": "Write a loop around state, out = step(state, **batch); or step.run(state, reader).",
-        "params parameters": "Write state.parameters, of the State that the step returned.",
-        "loss": "Write out.loss, of what the step returned: state, out = step(state, batch).",
+        **_EACH_STEP,
         "save": "Write ow.save(step, path, state).",
-        "summary": "Write ow.summary(step.program).",
         "lower": "Write step.executable(state, *batch).",
-        "costanalysis": "Write ow.cost(step.program).",
+    },
+    "PipelineStep": {
+        **_EACH_STEP,
+        "save": "Write ow.save(step.pipeline.program, path, state).",
+        "function executable lower prepared compiledtext uncompiled": "A pipeline is an executable for each "
+        "stage and work, on devices of their own: step.pipeline.parts has their Programs. To have one "
+        "computation, compile the Program that was cut: ow.compile(step.pipeline.program).",
+        "cores": "A stage has the devices that ow.pipeline(..., data=) gives it.",
     },
     "State": {
         "params": "Write state.parameters.",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from onward.core.builder import given_way
+from onward.core.check import expect_program
 from onward.core.errors import GraphError
 from onward.core.jaxprs.body import body_of
 from onward.core.marks import SCHEDULE
@@ -42,6 +43,7 @@ def for_evaluation(program: Program) -> Program:
         >>> [v.name for v in test.state], test.ops[0]
         (['w', 'w/average'], evaluated(w) = ema(w/average))
     """
+    expect_program(program, "for_evaluation")
     test, averages = for_test(program), averages_of(program)
     return test if averages is None else read_averages(test, averages)
 

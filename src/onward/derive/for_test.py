@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 
+from onward.core.check import expect_program
 from onward.core.jaxprs.drawing import draws
 from onward.core.partitioned import partitioned
 from onward.core.program import Phase, Program
@@ -35,6 +36,7 @@ def for_test(program: Program) -> Program:
         >>> [v.name for v in for_test(program).state]
         ['fc_0/w', 'fc_0/b']
     """
+    expect_program(program, "for_test")
     test = quietly_for_test(program)
     warn_of_training(program, test)
     return test

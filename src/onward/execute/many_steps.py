@@ -44,18 +44,30 @@ from onward.execute.outs import Outs, OutsPart
 from onward.execute.state import State
 
 
-class Runnable(Protocol):
-    """A Step, as far as a run needs it."""
+class OneStep(Protocol):
+    """A step of any kind, as far as a run one by one needs it."""
 
     program: Program
     feeds: Feeds
+
+    def __call__(self, state: State, /, *data: Any, **feed: Any) -> tuple[State, Out]:
+        """One step."""
+
+
+class Runnable(OneStep, Protocol):
+    """A Step, as far as a run needs it."""
 
     @property
     def function(self) -> Callable[..., tuple[State, Out]]:
         """The pure function behind it."""
 
-    def __call__(self, state: State, /, *data: Any, **feed: Any) -> tuple[State, Out]:
-        """One step."""
+
+def run_apart(step: OneStep, state: State, batches: Iterable[Any], steps: int = 1) -> tuple[State, Outs]:
+    """Run a step for each batch, one call each, whatever number of ``steps`` is asked for."""
+    _expect(state, batches, steps)
+    outs: list[OutsPart] = []
+    state = _one_by_one(step, state, enumerate(batches), outs)
+    return state, _of_some(outs)
 
 
 class LoopSettings(NamedTuple):
@@ -118,36 +130,19 @@ class ManySteps:
     def run(self, state: State, batches: Iterable[Any], steps: int = 1) -> tuple[State, Outs]:
         """Run a step for each batch; see ``Step.run``."""
         _expect(state, batches, steps)
-        outs: list[OutsPart] = []
         if steps == 1 or self.alone or lies_elsewhere(state.buffers):
-            state = self._one_by_one(state, enumerate(batches), outs)
-        else:
-            intake = Intake(self.step.feeds, self._checks)
-            for group in grouped(map(intake, batches, count()), steps):
-                state = self._together(state, group, outs)
-        if not outs:
-            raise ArgumentError(
-                "step.run: batches is empty; expected at least one batch. An iterator can be read only once."
-            )
-        return state, Outs(outs)
-
-    def _one_by_one(self, state: State, batches: Iterable[tuple[int, Any]], outs: list[OutsPart]) -> State:
-        arguments = Intake(self.step.feeds, False).arguments
-        for number, batch in batches:
-            data, feed = arguments(batch)
-            try:
-                state, out = self.step(state, *data, **feed)
-            except ArgumentError as error:
-                raise blaming(number, error) from error
-            outs.append(OutsPart(out, None))
-        return state
+            return run_apart(self.step, state, batches, steps)
+        intake, outs = Intake(self.step.feeds, self._checks), list[OutsPart]()
+        for group in grouped(map(intake, batches, count()), steps):
+            state = self._together(state, group, outs)
+        return state, _of_some(outs)
 
     def _together(self, state: State, group: BatchGroup, outs: list[OutsPart]) -> State:
         """Run a group in one call, or step by step where it has no stack."""
         stacked = None if lies_elsewhere(group.batches[0].values) else group.stacked
         if stacked is None or not (loop := self._loop(state, group)).closes:
             pairs = ((b.number, b.feed or b.data) for b in group.batches)
-            return self._one_by_one(state, pairs, outs)
+            return _one_by_one(self.step, state, pairs, outs)
         self._look(state)
         with while_a_step_runs():
             following, out = loop(state, stacked)
@@ -236,6 +231,29 @@ class _StepLoop:
             raise
         following = jax.tree.unflatten(self.tree, self.lending.together(changed, kept))
         return following, jax.tree.unflatten(self.out_tree, results)
+
+
+def _one_by_one(
+    step: OneStep, state: State, batches: Iterable[tuple[int, Any]], outs: list[OutsPart]
+) -> State:
+    arguments = Intake(step.feeds, False).arguments
+    for number, batch in batches:
+        data, feed = arguments(batch)
+        try:
+            state, out = step(state, *data, **feed)
+        except ArgumentError as error:
+            raise blaming(number, error) from error
+        outs.append(OutsPart(out, None))
+    return state
+
+
+def _of_some(outs: list[OutsPart]) -> Outs:
+    """What the steps returned; refused if there were none."""
+    if not outs:
+        raise ArgumentError(
+            "step.run: batches is empty; expected at least one batch. An iterator can be read only once."
+        )
+    return Outs(outs)
 
 
 def _expect(state: Any, batches: Any, steps: Any) -> None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from os import PathLike
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 
 from onward.core.compiler import calling
 from onward.core.errors import ArgumentError, NotPickled
+from onward.core.pointing import Pointing
 from onward.core.program import Variable
 from onward.core.structure import describe
 from onward.core.walk import Where, select
@@ -27,15 +28,17 @@ from onward.execute.initialize import first_values
 from onward.execute.layout import Layout
 from onward.execute.line import follow
 from onward.execute.loop.interrupt import uninterrupted
+from onward.execute.many_steps import run_apart
 from onward.execute.options import OptionSet, Value, option_set
 from onward.execute.out import Out, Results
+from onward.execute.outs import Outs
 from onward.execute.peers.deadline import deadline_of
 from onward.execute.peers.peers import Peers
 from onward.execute.pipeline_run import PipelineRun
 from onward.execute.processes import expect_alike, lies_in_a_stage, rows_of_all, step_label
 from onward.execute.restore import restored
 from onward.execute.stage_executables import StageExecutables
-from onward.execute.state import State
+from onward.execute.state import State, expect_state
 
 _NOT_YET = (
     "compile: {word} says how one Program runs, and a Pipeline is one for each stage. Leave it out{instead}."
@@ -67,7 +70,7 @@ def pipelined(
     return PipelineStep(pipeline, donate, check_feeds, found.compiler, deadline)
 
 
-class PipelineStep(NotPickled):
+class PipelineStep(NotPickled, Pointing):
     """A Pipeline compiled for one device a stage; made by ``compile``.
 
     ``state, out = step(state, *data)`` takes a whole batch. The State has the names and types that it has on
@@ -86,6 +89,11 @@ class PipelineStep(NotPickled):
     """
 
     unpickled = ("A PipelineStep", "Make the Pipeline again where it is needed, and restore a checkpoint.")
+    advice: ClassVar[str] = (
+        "Give the one that was cut, step.pipeline.program; transforms come before pipeline and compile."
+    )
+    fetch: tuple[str, ...] = ()
+    traces = 0  # data of another shape is refused
 
     def __init__(
         self,
@@ -115,6 +123,11 @@ class PipelineStep(NotPickled):
         """Whether its stages lie on devices of several processes."""
         return self.stages.rows.is_shared
 
+    @property
+    def compilations(self) -> int:
+        """How many executables were compiled: all before the first step."""
+        return self.stages.compilations
+
     @uninterrupted
     def init(self, parameters: Any = None, state: Any = None, *, seed: int = 0) -> State:
         """The State before the first step, each value with the stage that owns it; see ``Step.init``.
@@ -124,6 +137,23 @@ class PipelineStep(NotPickled):
         """
         values = first_values(self.program, parameters, state, seed, self._placed)
         return State(self.layout, [values[v] for v in self.layout.variables])
+
+    def run(self, state: State, batches: Iterable[Any], steps: int = 1) -> tuple[State, Outs]:
+        """Run a step for each batch, one by one, whatever number of ``steps``; see ``Step.run``.
+
+        Raises:
+            ArgumentError: no batches, or one of the wrong structure, shape or dtype, named by its number.
+            StateError: a State that was given to a step before.
+        """
+        return run_apart(self, state, batches, steps)
+
+    def expect_going(self, state: State) -> None:
+        """Return, as ``Step`` does of a Program without checks: nothing stops a pipeline.
+
+        Raises:
+            ArgumentError: something else than a State.
+        """
+        expect_state(state)
 
     def restore(
         self,
@@ -213,11 +243,7 @@ class PipelineStep(NotPickled):
 
     def _own(self, state: State) -> dict[str, Any]:
         """The values of a State, each with the stage that owns it."""
-        if not isinstance(state, State):
-            raise ArgumentError(
-                f"The first argument of a step is its State, not {describe(state)}. Begin with "
-                "state = step.init(params); then state, out = step(state, *data)."
-            )
+        expect_state(state)
         if any(isinstance(x, jax.core.Tracer) for x in state.buffers):
             raise ArgumentError(
                 "The step of a pipeline is many executables on several devices, so it cannot be traced: call "

@@ -32,7 +32,10 @@ class StagePlaces:
         home: how each state Variable lies, by name.
         split: the data that is cut into micro-batches.
         results: what the update is given of all micro-batches.
+        compilations: how many executables were compiled.
     """
+
+    compilations = 0
 
     def __init__(
         self,
@@ -96,6 +99,7 @@ class StagePlaces:
 
     def lying(self, run: Any, stage: int, types: Sequence[Any], outs: Any) -> tuple[Any, Any]:
         """A compiled function, and how its results lie, which it decides where ``outs`` is None."""
+        self.compilations += 1
         whole = sharding_of(self.whole[stage])
         laid = jax.tree.map(sharding_of, outs or whole)
         jitted = jax.jit(run, donate_argnums=(0,) if types else (), out_shardings=laid)

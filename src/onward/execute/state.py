@@ -316,6 +316,15 @@ SPENT = (
 )
 
 
+def expect_state(state: Any) -> None:
+    """Raise ``ArgumentError`` if the first argument of a step is something else than a State."""
+    if not isinstance(state, State):
+        raise ArgumentError(
+            f"The first argument of a step is its State, not {describe(state)}. Begin with "
+            "state = step.init(params); then state, out = step(state, *data)."
+        )
+
+
 def _repeated(value: Any, count: int) -> Any:
     return jnp.broadcast_to(value, (count, *value.shape))
 

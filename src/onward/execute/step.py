@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 
-from onward.core.errors import ArgumentError, NotPickled
+from onward.core.errors import NotPickled
 from onward.core.first_use import at_first_call
 from onward.core.pointing import Pointing
 from onward.core.program import Op, Program, Variable
@@ -32,7 +32,7 @@ from onward.execute.peers.deadline import deadline_of
 from onward.execute.pinned import is_pinned
 from onward.execute.places import Places
 from onward.execute.spread import By
-from onward.execute.state import State
+from onward.execute.state import State, expect_state
 from onward.execute.tuning import StepPlan, Tuning
 
 if TYPE_CHECKING:  # most steps run without a checkpoint
@@ -330,11 +330,7 @@ class Step(NotPickled, Pointing):
 
     def _accepted(self, state: State) -> State:
         """A State that holds what this Program keeps, stored as this Step does if it is one of its own."""
-        if not isinstance(state, State):
-            raise ArgumentError(
-                f"The first argument of a step is its State, not a {type(state).__name__}. Begin with "
-                "state = step.init(params); then state, out = step(state, *data)."
-            )
+        expect_state(state)
         if state.layout is self.layout:
             is_packed = state.storage is not None or self.storage is None or lies_elsewhere(state.buffers)
             return self._in_memory(state) if is_packed else self._stored(state.values)

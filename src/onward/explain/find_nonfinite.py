@@ -10,13 +10,17 @@ from onward.core.program import Program
 from onward.core.structure import describe
 from onward.execute.feeds import Feeds
 from onward.execute.loop.groups import Intake
+from onward.execute.lying import together
 from onward.execute.nonfinite.find import find
 from onward.execute.nonfinite.finding import NonFinite
+from onward.execute.pipelined import PipelineStep
 from onward.execute.state import SPENT, State
 from onward.execute.step import Step
 
 
-def find_nonfinite(step: Step | Program, state: State | Sequence[Any], data: Any = ()) -> NonFinite | None:
+def find_nonfinite(
+    step: Step | PipelineStep | Program, state: State | Sequence[Any], data: Any = ()
+) -> NonFinite | None:
     """The first op whose result is not finite and spoils the loss, a gradient or the next state.
 
     One step is run on these values, with an eye on all of them; the State stays usable. What is not finite
@@ -26,7 +30,8 @@ def find_nonfinite(step: Step | Program, state: State | Sequence[Any], data: Any
     devices, it says which; where these belong to several processes, all of them have to call it.
 
     Args:
-        step: what ``compile`` made, or the Program.
+        step: what ``compile`` made, or the Program. That of a pipeline is run on one device, by the Program
+            that was cut.
         state: the State before the step; for a Program also its values in the order of ``program.state``.
         data: a batch, as one call of the step takes it: a tuple in the order in which the function takes it,
             a dict by name, or an array alone.
@@ -48,6 +53,8 @@ def find_nonfinite(step: Step | Program, state: State | Sequence[Any], data: Any
         >>> print(str(found).splitlines()[0])
         'log' is the first value that is not finite: 1 of 2 is infinite, the first at [1].
     """
+    if isinstance(step, PipelineStep):
+        step = step.pipeline.program
     if not isinstance(step, Step | Program):
         raise ArgumentError(
             f"find_nonfinite was given {describe(step)}; expected a Step or a Program: find_nonfinite("
@@ -66,7 +73,7 @@ def _by_name(program: Program, state: State | Sequence[Any]) -> Mapping[str, Any
     if isinstance(state, State):
         if state.is_spent:
             raise StateError(SPENT)
-        found = {v.name: x for v, x in zip(state.layout.variables, state.values, strict=True)}
+        found = {v.name: x for v, x in zip(state.layout.variables, together(state.values), strict=True)}
         if lacking := [v.name for v in program.state if v.name not in found]:
             raise StateError(
                 f"This State has no {', '.join(map(repr, lacking[:5]))}, which {program.name} keeps. Make one"

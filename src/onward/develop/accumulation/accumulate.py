@@ -14,7 +14,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
-from onward.core.check import check
+from onward.core.check import check, expect_program
 from onward.core.errors import ArgumentError, GraphError, OnwardError
 from onward.core.marks import OF_WHOLE_BATCH
 from onward.core.program import Applied, Op, Phase, Program, Recipe
@@ -101,6 +101,7 @@ def accumulate(
         >>> [op.type for op in accumulate(program, 4).ops]
         ['accumulate', 'count', 'sgd']
     """
+    expect_program(program, "accumulate")
     recipe = recipe_of(program, *_PURPOSE)
     _expect_fit(program, recipe, steps)
     if is_sum is not None:

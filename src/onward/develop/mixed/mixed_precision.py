@@ -17,6 +17,7 @@ from warnings import warn
 import jax.numpy as jnp
 import numpy as np
 
+from onward.core.check import expect_program
 from onward.core.errors import ArgumentError, GraphError, HyperparameterError
 from onward.core.program import Applied, Phase, Program, Recipe
 from onward.core.recipe import build, recipe_of, whole_types
@@ -127,6 +128,7 @@ def mixed_precision(
         >>> program["bfloat16(a)"].type, program["tanh"].type, program["grad(a)"].type, program.loss.type
         ('bfloat16[3,4]', 'bfloat16[8,4]', 'float32[3,4]', 'float32[]')
     """
+    expect_program(program, "mixed_precision")
     dtype = dtype_word(dtype)
     if not is_word(dtype, _DTYPES):
         raise ArgumentError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from onward.core.check import expect_program
 from onward.core.columns import columns
 from onward.core.cost import cost, size
 from onward.core.errors import GraphError
@@ -91,6 +92,7 @@ def recomputed(program: Program, compile: bool = False) -> Recomputed:  # noqa: 
         >>> [(row.made_by, row.again) for row in recomputed(ow.recompute(program, scopes="block")).rows]
         [('dot_general', 1), ('sin', 1)]
     """
+    expect_program(program, "recomputed")
     if accumulation_of(program) is not None:
         raise GraphError(
             f"Program {program.name!r} is accumulated: what its loop computes again cannot be seen. Look "

@@ -76,6 +76,7 @@ def roll(program: Program, keep: Where | Iterable[Where] = ()) -> Program:
         >>> [str(found) for found in rolls_of(rolled)]
         ['6 layers of 3 ops in one loop, 1 parameter of each stacked']
     """
+    expect_program(program, "roll")
     return _again(program, tuple(listed(keep)), everything)
 
 

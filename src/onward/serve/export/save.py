@@ -18,7 +18,9 @@ from onward.core.program import Program, Variable
 from onward.core.show import short_type
 from onward.core.structure import describe, expect_flag
 from onward.core.words import Kind
+from onward.distribute.pipeline.cut import Pipeline
 from onward.execute.disk.encoding import encode
+from onward.execute.pipelined import PipelineStep
 from onward.execute.state import State
 from onward.execute.step import Step
 from onward.execute.tuning import Tuning
@@ -134,6 +136,12 @@ def _taken(what: Any, state: State | None, trainable: bool) -> tuple[Program, di
         more = what.topology.state if trainable else ()
         kept = {v.name: v for v in (*what.test_program.state, *more)}
         return what.test_program, {v: current[name] for name, v in kept.items()}, "model"
+    if isinstance(what, Pipeline | PipelineStep):
+        cut = "pipeline" if isinstance(what, Pipeline) else "step.pipeline"
+        raise ArgumentError(
+            f"save was given a {type(what).__name__}, which is many Programs, and a file holds one. Save the "
+            f"one that was cut, with the State of the stages: save({cut}.program, path, state)."
+        )
     if not isinstance(what, Step):
         hint = "Its model: save(trainer.model, path). " * hasattr(what, "model")
         raise ArgumentError(
