@@ -13,6 +13,12 @@ from onward.core.variable import Variable
 from onward.core.words import Kind, Pass
 
 
+_SHORT = (
+    "leave a short last batch out (ow.batches(..., drop_last=True)), let the loss take example_weight, an array "
+    "[batch] that weighs its mean, so that batches are filled up with examples of weight 0"
+)
+
+
 def axes_of(spec: PartitionSpec) -> tuple[tuple[str, ...], ...]:
     """For each dimension the axes of the mesh that split it; none of one that is left to the partitioner.
 
@@ -53,11 +59,10 @@ def expect_fit(v: Variable, spec: PartitionSpec, mesh: Mapping[str, int]) -> Non
         if v.shape[i] % count:
             below = v.shape[i] // count * count
             sizes = f"{below} or {below + count}" if below else f"{count}"
-            rest = "leave a short last batch out" if v.kind is Kind.DATA else "split another dimension"
-            advice = f"Make it {sizes}, {rest}, or leave it whole."
+            rest = _SHORT if v.kind is Kind.DATA and not i else "split another dimension"
             raise ArgumentError(
                 f"partition: {v.name!r} is {v.type}, and {' x '.join(axes)} ({count} parts) does not divide "
-                f"its dimension {i}. {advice}"
+                f"its dimension {i}. Make it {sizes}, {rest}, or leave it whole: where={{{v.name!r}: None}}."
             )
 
 

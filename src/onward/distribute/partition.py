@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import jax
@@ -26,15 +27,17 @@ from onward.core.program import Applied, Partition, Phase, Program, Recipe, Vari
 from onward.core.recipe import build, recipe_of, whole_types
 from onward.core.structure import describe, is_count
 from onward.core.transform import transform
-from onward.core.walk import Where, select
+from onward.core.walk import Where, listed, select
 from onward.core.words import Kind
-from onward.develop.batch import WEIGHT, batch_names
+from onward.develop.accumulation.accumulate import weighed_batch
+from onward.develop.batch import data_types
 
 Split = PartitionSpec | Sequence[Any] | str | None
 _Specs = tuple[tuple[str, PartitionSpec], ...]
 _KIND = "sharding_constraint"  # the primitive that stands behind what is split
 
 
+_PURPOSE = "over a mesh", "Compile it as it is and give it sharded arrays"
 _DIVIDES_NONE = (
     "partition: {v.name!r} is {v.type}, and {axis!r} ({n} parts) divides none of its dimensions. Make one a "
     "multiple of {n}, split it over another axis, or leave it out: then it is whole on every device."
@@ -98,12 +101,17 @@ def partition(
     _expect_whole(program)
     if not isinstance(where, Mapping):
         raise ArgumentError(f"partition: where is {describe(where)}; expected a dict, {{'*/w1': 'model'}}.")
-    recipe = recipe_of(program, "over a mesh", "Compile it as it is and give it sharded arrays")
+    recipe = recipe_of(program, *_PURPOSE)
     lengths, devices = _mesh(mesh)
+    axes = batch or ("data" if "data" in lengths else ())
+    names, weight = weighed_batch(program)
+    if weight is not None:
+        program = _divided(program, recipe, names, prod(lengths.get(a, 1) for a in listed(axes)))
+        recipe = recipe_of(program, *_PURPOSE)
     found = _Found(program, lengths)
     forward = build(Recipe(recipe.origin, steps=recipe.until(Phase.ROLL).steps), whole_types(program))
     found.search(where, forward)
-    found.split_batch(batch, batch_names(program, (), WEIGHT, recipe.origin.fixed_data))
+    found.split_batch(axes, names)
     grown = recipe
     for specs, phase, must in (
         (found.activations, Phase.FORWARD, True),
@@ -176,10 +184,9 @@ class _Found:
             else:
                 select((*self.program.variables.values(), *computed), [choice], "partition")
 
-    def split_batch(self, axes: str | tuple[str, ...] | None, names: Sequence[str]) -> None:
+    def split_batch(self, axes: str | tuple[str, ...], names: Sequence[str]) -> None:
         """Split the first dimension of the data of these names."""
-        axes = axes or ("data" if "data" in self.mesh else None)
-        if axes is None:
+        if not axes:
             return
         self._batch = next(iter(names), ""), axes_of(PartitionSpec(axes))[0]
         for name in names:
@@ -248,6 +255,14 @@ def _spec(v: Variable, split: Split, mesh: Mapping[str, int]) -> PartitionSpec:
         )
     expect_fit(v, spec, mesh)
     return spec
+
+
+def _divided(program: Program, recipe: Recipe, names: Sequence[str], parts: int) -> Program:
+    """The Program for a batch that so many parts divide, to which steps fill up what they are fed."""
+    rows = program[names[0]].shape[0]
+    if not rows % parts:
+        return program
+    return build(recipe, data_types(program, names, -(-rows // parts) * parts))
 
 
 def _expect_whole(program: Program) -> None:

@@ -20,6 +20,7 @@ from onward.core.program import Op, Program, Variable
 from onward.core.words import Placement
 from onward.develop.watch.watch import watching_of
 from onward.distribute.split.in_words import fingerprint
+from onward.execute.filler import FilledEnd
 from onward.execute.host_memory import keep_for_steps
 from onward.execute.layout import Layout, Lending
 from onward.execute.loop.interrupt import uninterrupted
@@ -237,8 +238,10 @@ class Executable:
         label = f"The results of Program {self._fingerprint}"
         return self._peers.run(gather, self._deadline, label)
 
-    def emptied(self, results: Sequence[Any], filling: Filling | None) -> list[Any]:
+    def emptied(self, results: Sequence[Any], filling: Filling | FilledEnd | None) -> list[Any]:
         """The results without the rows that only filled up the batch."""
+        if isinstance(filling, FilledEnd):
+            return filling.emptied(self.results.variables, results)
         if filling is None or self._spread is None:
             return list(results)
         is_sharded = [placement is Placement.SHARDED for placement in self._spread.results]

@@ -12,6 +12,7 @@ from onward.core.recipe import rebuilt
 from onward.develop.tuned import Tuned
 from onward.execute.executable import Executable
 from onward.execute.feeds import Feeds, key_of
+from onward.execute.filler import FilledEnd, Filler, filler_of
 from onward.execute.layout import Layout
 from onward.execute.loop.interrupt import uninterrupted
 from onward.execute.portions import Filling, Portions
@@ -51,7 +52,7 @@ class Executables:
         self.traces = 0
         self.checks = check_feeds and bool(program.bounds)
         self._lock = RLock()
-        self._portions = None if program.replicas is None else Portions(program)
+        self._filler = filler_of(program)
         shapes = key_of([self.layout.whole(v) for v in program.inputs])
         first = tuning(program)
         self.notes = first.notes
@@ -75,14 +76,14 @@ class Executables:
 
     def find(
         self, state: State, data: tuple[Any, ...], feed: Mapping[str, Any]
-    ) -> tuple[Executable, Sequence[Any], Filling | None]:
+    ) -> tuple[Executable, Sequence[Any], Filling | FilledEnd | None]:
         """The Executable for data of these shapes, the data as it takes them, and how they are filled up."""
         values = self.feeds.read(self.feeds.named(data, feed) if feed else data)
         if self.checks:
             self.feeds.check_bounds(values)
         filling = None
-        if self._portions is not None:
-            values, filling = self._portioned(values, self._portions)
+        if self._filler is not None:
+            values, filling = self._filled(values, self._filler)
         elif self.first.is_shared:
             values = self.first.feed(self.feeds.convert(values))
         try:
@@ -101,13 +102,15 @@ class Executables:
             self._known[key] = self.make(tuned.program, storage=storage)
         return self._known[key]
 
-    def _portioned(self, values: Sequence[Any], portions: Portions) -> tuple[Sequence[Any], Filling | None]:
+    def _filled(
+        self, values: Sequence[Any], filler: Portions | Filler
+    ) -> tuple[Sequence[Any], Filling | FilledEnd | None]:
         """The batch of all processes, filled up so that the devices divide it."""
-        if not all(hasattr(x, "shape") for x in values) or portions.processes > 1:
+        if not all(hasattr(x, "shape") for x in values) or self.first.is_shared:
             values = self.feeds.convert(values)
-        filling = portions.filling(values)
+        filling = filler.filling(values)
         if filling is not None:
-            values = portions.filled(self.feeds.convert(values), filling)
+            values = filler.filled(self.feeds.convert(values), filling)
         return self.first.feed(values), filling
 
     def _retraced(self, values: Sequence[Any]) -> Tuned:

@@ -14,8 +14,8 @@ from onward.core.structure import Signature
 from onward.core.words import UpdateType
 
 _LAID_OTHERWISE = (
-    "This State is not kept as {name} keeps it: {told}. If it is of the same training, laid out otherwise (as "
-    "with merge=ow.Sharded()), save a checkpoint of it, which is whole, and restore it here: "
+    "This State is not kept as {name} keeps it: {told}. If it is of the same training, laid out otherwise ("
+    "merge=ow.Sharded()), save a checkpoint of it, which is whole, and restore it here: "
     "step.restore(folder). One of another model does not fit."
 )
 

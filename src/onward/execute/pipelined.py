@@ -24,6 +24,7 @@ from onward.distribute.split.in_words import fingerprint
 from onward.execute.checkpoint.checkpoints import Checkpoints
 from onward.execute.checkpoint.loaded import Checkpoint
 from onward.execute.feeds import Feeds, key_of
+from onward.execute.filler import Filler
 from onward.execute.initialize import first_values
 from onward.execute.layout import Layout
 from onward.execute.line import follow
@@ -116,6 +117,7 @@ class PipelineStep(NotPickled, Pointing):
         self._split = {v.name for v in self.stages.split}
         self._deadline = deadline_of(deadline)
         self._peers = Peers.meet(self._deadline) if self.is_shared else None
+        self._filler = None if self.is_shared else _filler(pipeline)
         self._fingerprint = fingerprint(self.program) if self.is_shared else ""
 
     @property
@@ -190,6 +192,9 @@ class PipelineStep(NotPickled, Pointing):
             StateError: a State that was given to a step before, or that lacks what this Program keeps.
         """
         values = self._fed(data, feed)
+        filling = None if self._filler is None else self._filler.filling(values)
+        if filling is not None and self._filler is not None:
+            values = self._filler.filled(values, filling)
         own = self._own(state)
         if self._peers is None:
             changed, results = self._run(own, values)
@@ -198,6 +203,8 @@ class PipelineStep(NotPickled, Pointing):
             changed, results = self._peers.run(run, self._deadline, self._label(values))
         following = State(self.layout, changed)
         follow(state, following)
+        if filling is not None:
+            results = filling.emptied(self._results.variables, results)
         return following, Out(self._results, results)
 
     def _run(self, own: dict[str, Any], values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -256,3 +263,12 @@ class PipelineStep(NotPickled, Pointing):
     def __repr__(self) -> str:
         schedule = self.pipeline.schedule
         return f"PipelineStep({self.program.name!r}, {schedule.stages} stages, {schedule.name})"
+
+
+def _filler(pipeline: Pipeline) -> Filler | None:
+    """What fills up a batch that is shorter than the pipeline was cut for; None where no weights can."""
+    how = pipeline.loop.how
+    if how.weight is None:
+        return None
+    rows, parts = how.rows(pipeline.accumulated), f"the {how.steps} micro-batches of the pipeline"
+    return Filler(pipeline.program, how.split, how.weight, lambda fed: max(fed, rows), parts)

@@ -14,7 +14,7 @@ import numpy as np
 
 from onward.core.errors import ArgumentError
 from onward.core.placement import expect_divisible
-from onward.core.program import Program
+from onward.core.program import Program, Variable
 from onward.core.source import user_level
 from onward.core.words import Placement
 from onward.develop.batch import filled_up, rows_of_each
@@ -52,6 +52,15 @@ class Filling:
         if isinstance(weights, jax.Array):
             return _taken(weights, self.rows, counts)
         return np.where(counts, weights[self.rows], np.zeros((), weights.dtype))
+
+    def batch(
+        self, values: Sequence[Any], inputs: Sequence[Variable], split: Sequence[int], weight: str | None
+    ) -> list[Any]:
+        """All data with the rows at their places, of that which is split."""
+        filled = list(values)
+        for i in split:
+            filled[i] = (self.weighed if inputs[i].name == weight else self.filled)(values[i])
+        return filled
 
     def emptied(self, values: Sequence[Any]) -> list[Any]:
         """The rows of arrays over all places, without those that fill up, in their original order."""
@@ -132,13 +141,9 @@ class Portions:
 
     def filled(self, values: Sequence[Any], filling: Filling | None) -> list[Any]:
         """The data with the rows at their places."""
-        filled = list(values)
-        if filling is None:
-            return filled
-        for i in self.split:
-            is_weight = self.inputs[i].name == self.weight
-            filled[i] = (filling.weighed if is_weight else filling.filled)(values[i])
-        return filled
+        return (
+            list(values) if filling is None else filling.batch(values, self.inputs, self.split, self.weight)
+        )
 
     def _expect_one_batch(self, values: Sequence[Any], rows: int) -> None:
         for i in self.split:

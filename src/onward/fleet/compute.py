@@ -23,11 +23,11 @@ from onward.distribute.split.rows import RowsRead, Table, rows_read
 from onward.distribute.split.trainer import TRAINER, as_typed, carried_by
 from onward.execute.compile import compile
 from onward.execute.feeds import Feeds, data_names, key_of
+from onward.execute.filler import filled
 from onward.execute.initialize import initialized
 from onward.execute.layout import Layout
 from onward.execute.nonfinite.find import find
 from onward.execute.nonfinite.finding import NonFinite
-from onward.execute.portions import Portions
 from onward.execute.spread import By, Spread
 from onward.execute.state import State, stored
 from onward.fit.evaluator import as_feed, batch_size
@@ -168,7 +168,7 @@ class Gradient:
         fed |= {f"rows({t.parameter.name})": _rows(t, prepared, values) for t in cut.tables}
         fed[TRAINER.name] = np.uint32(self.trainer)
         state = [self.state[v.name] for v in part.program.state]
-        outputs = self._run(cut)(state, _portioned(part.program, fed))
+        outputs = self._run(cut)(state, filled(part.program, [fed[v.name] for v in part.program.inputs]))
         made = dict(zip(part.program.outputs, outputs, strict=True))
         numbers = {v.name: x for v, x in zip(cut.base.outputs, outputs, strict=False)}
         metrics = scalars_of(cut.source, numbers)
@@ -248,15 +248,6 @@ def _compiled(program: Program) -> Callable[..., Any]:
     if program.replicas is not None:
         run = Spread(program, (), program.outputs, By.SHARD_MAP).over_devices(run)
     return compiled_alone(run)
-
-
-def _portioned(program: Program, fed: Mapping[str, Any]) -> list[Any]:
-    """The feeds in order; a batch whose examples are weighed is filled up where devices do not divide it."""
-    values = [fed[v.name] for v in program.inputs]
-    if program.replicas is None:
-        return values
-    portions = Portions(program)
-    return portions.filled(values, portions.filling(values))
 
 
 def _expect_sound(examples: Examples, fed: Mapping[str, Any]) -> None:

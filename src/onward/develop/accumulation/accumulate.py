@@ -316,6 +316,15 @@ def accumulation_of(program: Program) -> Accumulation | None:
     return steps[0].arguments[0] if steps else None
 
 
+def weighed_batch(program: Program) -> tuple[tuple[str, ...], str | None]:
+    """The names of the data that is as long as the batch, and of that of it which weighs examples, if any."""
+    assert program.recipe is not None
+    how = accumulation_of(program)
+    weight = WEIGHT if how is None or how.weight is None else how.weight
+    names = batch_names(program, (), weight, program.recipe.origin.fixed_data)
+    return names, weight if weight in names else None
+
+
 def expect_devices(program: Program, devices: int, is_sum: bool) -> None:
     """Raise ``ArgumentError`` unless devices can each take their part of the batch in micro-batches.
 

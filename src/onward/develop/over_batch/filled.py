@@ -31,7 +31,7 @@ from onward.core.primitives.table import of
 from onward.core.primitives.traits import Linear, Reduces
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import producers
-from onward.develop.over_batch.known import SAME, Following, How
+from onward.develop.over_batch.known import OWN, SAME, Following, How
 
 _COUNTED = "is divided by a number of rows"
 _COUNT = "is a number of rows"
@@ -60,13 +60,36 @@ def misled(
     """
     if weight not in part:
         return ()
+    filler, results = _Filler(part, following, {part[weight]: 0}, {part[weight]}), _results(part)
+    found = {what: filler.why(v, behind, of_whole) for v, what in results.items() if v in following.found}
+    return _loss_first(found)
+
+
+def misled_as_one(part: Program, following: Following, weight: str) -> tuple[tuple[str, str], ...]:
+    """The same of a batch that is taken as one, whose examples may see those that fill it up."""
+    found = {what: _of_others(part, following, v) for v, what in _results(part).items()}
+    return _loss_first(found | dict(misled(part, following, weight)))
+
+
+def _of_others(part: Program, following: Following, result: Variable) -> str:
+    """Why a result reads examples together; empty if it does not."""
+    if near := following.reaching(part, [result]).mixing:
+        op, why = near[0]
+        return f"is made by {op.type!r}{op.at}, which {why}"
+    found = following.found.get(result, OWN)
+    is_known = found.kind is not How.OWN and (found.layout is None or found.layout.blocks == 1)
+    return "" if is_known else "does not hold each example once, in their order"
+
+
+def _results(part: Program) -> dict[Variable, str]:
     results = {v: f"the result {v.name!r}" for v in part.outputs}
     results |= {new: f"the state {old.name!r}" for old, new in part.next_state.items()}
-    results |= {} if part.loss is None else {part.loss: "the loss"}
-    filler = _Filler(part, following, {part[weight]: 0}, {part[weight]})
-    found = {what: filler.why(v, behind, of_whole) for v, what in results.items() if v in following.found}
-    whys = [(what, why) for what, why in found.items() if why]
-    return tuple(sorted(whys, key=lambda pair: pair[0] != "the loss"))
+    return results | ({} if part.loss is None else {part.loss: "the loss"})
+
+
+def _loss_first(whys: dict[str, str]) -> tuple[tuple[str, str], ...]:
+    told = [(what, why) for what, why in whys.items() if why]
+    return tuple(sorted(told, key=lambda pair: pair[0] != "the loss"))
 
 
 class _Filler:

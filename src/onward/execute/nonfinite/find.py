@@ -17,6 +17,7 @@ from onward.develop.check_finite import check_of, may_be_infinite
 from onward.develop.guard import watched_by_update
 from onward.execute.executable import Executable
 from onward.execute.feeds import Feeds, key_of
+from onward.execute.filler import filled
 from onward.execute.layout import Layout
 from onward.execute.nonfinite.finding import NonFinite, forward_of, source_of
 from onward.execute.nonfinite.flags import (
@@ -35,7 +36,6 @@ from onward.execute.nonfinite.inside import inside
 from onward.execute.nonfinite.numbers import Numbers
 from onward.execute.nonfinite.walk_back import BadValue, FaultOrigin, walk_back
 from onward.execute.pieces import PiecewiseRun
-from onward.execute.portions import Portions
 from onward.execute.processes import gathered, on_this_process, reading_whole
 
 
@@ -121,9 +121,7 @@ class _ObservedStep:
         self.state = state
         feeds = Feeds(program)
         values = feeds.convert(feeds.read(data))
-        if program.replicas is not None:
-            portions = Portions(program)
-            values = portions.filled(values, portions.filling(values))
+        values = filled(program, values)
         if program.replicas is not None or program.partition is not None:
             values = list(Executable(program, (), ()).feed(values))
         layout = Layout.of(program)

@@ -29,10 +29,10 @@ from onward.core.variable import holds_keys
 from onward.core.words import Pass, Placement
 from onward.execute.executable import Executable
 from onward.execute.feeds import Feeds, key_of
+from onward.execute.filler import filled
 from onward.execute.initialize import by_structure, initialized
 from onward.execute.layout import Layout
 from onward.execute.pieces import Compiled, PiecewiseRun
-from onward.execute.portions import Portions
 from onward.execute.state import SPENT, State
 
 Values = Mapping[Variable, Any]
@@ -52,7 +52,7 @@ class AllValues:
 
     def __init__(self, program: Program, data: Sequence[Any], compiled: Compiled | None = None) -> None:
         feeds = Feeds(program)
-        values = _filled(program, feeds.convert(feeds.read(tuple(data))))
+        values = filled(program, feeds.convert(feeds.read(tuple(data))))
         whole = [Layout.of(program).whole(v) for v in program.inputs]
         is_other = key_of(values) != key_of(whole)
         self.program = rebuilt(program, feeds.types(values)) if is_other else program
@@ -69,7 +69,7 @@ class AllValues:
     def __call__(self, state: Mapping[str, Any], data: Sequence[Any]) -> Values:
         """Every value of one step."""
         feeds = Feeds(self.program)
-        fed = _filled(self.program, feeds.convert(feeds.read(tuple(data))))
+        fed = filled(self.program, feeds.convert(feeds.read(tuple(data))))
         given = dict(zip(self.program.inputs, fed, strict=True))
         given |= {v: state[v.name] for v in self.program.state} | dict(self.program.constants)
         computed = self._of_pieces(given) if self._whole is None else self._of_whole(self._whole, state, fed)
@@ -128,15 +128,6 @@ def _of(value: Any) -> Any:
 def on_host(value: Any) -> Any:
     """An array as NumPy has it; random keys stay what they are."""
     return value if holds_keys(getattr(value, "dtype", float)) else np.asarray(value)
-
-
-def _filled(program: Program, values: list[Any]) -> list[Any]:
-    """The data, filled up where devices do not divide it."""
-    if program.replicas is None:
-        return values
-    portions = Portions(program)
-    filling = portions.filling(values)
-    return values if filling is None else portions.filled(values, filling)
 
 
 def _giving(program: Program, wanted: tuple[Variable, ...]) -> Program:
