@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -327,3 +328,47 @@ def test_the_slots_of_a_step_of_someone_else_are_split_as_well() -> None:
     kept = [v for v in program.state if v.shape]
     assert len(kept) == 12
     assert set(specs_of(program)) == {v.name for v in kept} | {"x"}
+
+
+def by_weight(params: Any, x: Any, example_weight: Any) -> Any:
+    each = jnp.sum(jnp.tanh(x @ params["w0"]) ** 2, 1)
+    return jnp.sum(each * example_weight) / jnp.sum(example_weight), (each, each[None] * each[:, None])
+
+
+@pytest.mark.parametrize(("traced", "steps"), [(16, 1), (13, 1), (13, 3)])
+def test_a_batch_that_the_axes_do_not_divide_is_filled_up_by_its_weights(traced: int, steps: int) -> None:
+    with jax.enable_x64(True), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*all pairs")
+        params = {"w0": RANDOM.normal(size=(16, 16))}
+        x, weights = RANDOM.normal(size=(16, 16)), RANDOM.uniform(1, 2, 16)
+        loss = by_weight if steps == 1 else lambda *args: (by_weight(*args)[0], by_weight(*args)[1][:1])
+        program = ow.SGD(0.1).minimize(loss, params, x[:traced], weights[:traced], has_aux=True)
+        program = ow.partition(program, {"data": 4}, {"*": "data"})
+        step = ow.compile(ow.accumulate(program, steps) if steps > 1 else program)
+        state, w = step.init(params), params["w0"]
+        for rows in (16, 13, 3):
+            state, out = step(state, x[:rows], weights[:rows])
+            (value, aux), gradients = jax.value_and_grad(loss, has_aux=True)({"w0": w}, x[:rows], weights[:rows])
+            w = w - 0.1 * gradients["w0"]
+            np.testing.assert_allclose(out.loss, value, rtol=1e-9)
+            jax.tree.map(lambda mine, theirs: np.testing.assert_allclose(mine, theirs, rtol=1e-9), out.aux, aux)
+            np.testing.assert_allclose(state["w0"], w, rtol=1e-9)
+
+
+def test_what_filling_up_may_change_is_told_once() -> None:
+    def loss(params: Any, x: Any, example_weight: Any) -> Any:
+        each = jnp.sum((x @ params["w0"]) ** 2, 1)
+        return jnp.mean(each * example_weight), jnp.sort(each)
+
+    step = ow.compile(ow.partition(ow.SGD(0.1).minimize(loss, PARAMS, X, np.ones(8)), {"data": 4}, {}))
+    state = step.init(PARAMS)
+    with pytest.warns(UserWarning, match="the loss is divided by a number of rows.*is made by 'sort'"):
+        state, _ = step(state, X[:5], np.ones(5))
+    step(state, X[:5], np.ones(5))
+
+
+def test_a_batch_without_weights_is_told_the_ways_out(program: Program) -> None:
+    step = ow.compile(ow.partition(program, {"data": 4}, {}))
+    ways = r"drop_last=True.*example_weight.*where=\{'x': None\}"
+    with pytest.raises(ow.ArgumentError, match=f"Make it 4 or 8, leave a short last.*{ways}"):
+        step(step.init(PARAMS), X[:5])

@@ -230,7 +230,7 @@ def test_a_checkpoint_of_one_layout_is_one_of_the_other(program: Program):
     assert all(np.array_equal(moved[name], state[name]) for name in state)
     wide = [normal(WIDE, 5), normal(5, 5), normal(5, 5)]
     other = ow.compile(ow.SGD(0.1).minimize(mlp, wide, X)).init(wide)
-    with pytest.raises(ow.StateError, match=r"has no 'params/0' \(float32\[4,4\]\)"):
+    with pytest.raises(ow.StateError, match=r"'params/0' is float32\[4,5\], here float32\[4,4\]"):
         piped(other, X)
     with pytest.raises(ow.ArgumentError, match="the pipeline was cut for float32"):
         piped(state, X[:6])
@@ -387,3 +387,56 @@ def test_what_micro_batches_hand_on_is_made_ahead_and_examples_are_weighed():
     assert float(piped.model_state) == 3
     for name in ("params/0", "params/1"):
         np.testing.assert_allclose(piped[name], one[name], rtol=1e-5, atol=1e-6)
+
+
+def by_weight(params: Any, x: Any, example_weight: Any) -> Any:
+    each = jnp.sum((jnp.tanh(x @ params[0]) @ params[1]) ** 2, 1)
+    return jnp.sum(each * example_weight) / jnp.sum(example_weight), each
+
+
+@pytest.mark.parametrize("data", [1, 2])
+def test_a_shorter_batch_is_filled_up_where_examples_are_weighed(data: int):
+    with jax.enable_x64(True):
+        params, x, weights = [normal(4, 4), normal(4, 4)], normal(16, 4), RANDOM.uniform(1, 2, 16)
+        program = ow.SGD(0.1).minimize(by_weight, params, x, weights)
+        step = ow.compile(ow.pipeline(program, 2, 4, data=data), options=QUICK)
+        state, plain = step.init(params), params
+        for rows in (16, 13, 3, 1):
+            fed = x[:rows], weights[:rows]
+            state, out = step(state, *fed)
+            (value, each), gradients = jax.value_and_grad(by_weight, has_aux=True)(plain, *fed)
+            plain = [w - 0.1 * g for w, g in zip(plain, gradients, strict=True)]
+            np.testing.assert_allclose(out.loss, value, rtol=1e-9)
+            np.testing.assert_allclose(out.aux, each, rtol=1e-9)
+            expect_equal(jax.device_get(state.parameters), plain, rtol=1e-9, atol=0)
+        with pytest.raises(ow.ArgumentError, match=r"is float64\[20, 4\]; the pipeline was cut for"):
+            step(state, normal(20, 4), np.ones(20))
+        with pytest.raises(ow.ArgumentError, match=r"'example_weight' has 3 rows, 'x' 4; both are the batch"):
+            step(state, x[:4], weights[:3])
+
+
+def test_a_loop_over_any_step_runs_over_stages(tmp_path: Any):
+    params, batches = [normal(4, 4), normal(4, 4)], [(normal(8, 4), np.ones(8)) for _ in range(3)]
+    program = ow.SGD(0.1).minimize(by_weight, params, *batches[0])
+    alone, step = ow.compile(program), ow.compile(ow.pipeline(program, 2, 4), options=QUICK)
+    one, outs = alone.run(alone.init(params), batches, steps=3)
+    state, piped = step.run(step.init(params), batches, steps=3)
+    np.testing.assert_allclose(piped.loss, outs.loss, rtol=1e-5)
+    assert (step.fetch, step.traces) == ((), 0)
+    assert step.compilations > len(step.pipeline.parts)
+    step.expect_going(state)
+    found = ow.find_nonfinite(step, state, (batches[0][0] * np.inf, np.ones(8)))
+    assert found is not None
+    with pytest.raises(ow.ArgumentError, match=r"batch 1 \(counted from 0\): mlp|batch 1 \(counted from 0\)"):
+        step.run(state.copy(), [batches[0], (np.ones((8, 3)), np.ones(8))])
+    for word in ("function", "executable", "compiled_text"):
+        with pytest.raises(AttributeError, match=r"ow\.compile\(step\.pipeline\.program\)"):
+            getattr(step, word)
+    for what in (step, step.pipeline):
+        with pytest.raises(ow.ArgumentError, match=r"pipeline\.program, path, state\)"):
+            ow.save(what, tmp_path / "model", state)
+    with pytest.raises(ow.ArgumentError, match=r"for_test was given PipelineStep.*step\.pipeline\.program"):
+        ow.for_test(step)
+    for transform in (ow.for_test, ow.for_evaluation, ow.mixed_precision, ow.roll):
+        with pytest.raises(ow.ArgumentError, match=f"^{transform.__name__} was given Pipeline"):
+            transform(step.pipeline)

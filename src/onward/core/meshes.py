@@ -12,10 +12,9 @@ from onward.core.graph import Op, Program
 from onward.core.variable import Variable
 from onward.core.words import Kind, Pass
 
-
 _SHORT = (
-    "leave a short last batch out (ow.batches(..., drop_last=True)), let the loss take example_weight, an array "
-    "[batch] that weighs its mean, so that batches are filled up with examples of weight 0"
+    "leave a short last batch out (ow.batches(..., drop_last=True)), let the loss take example_weight, an "
+    "array [batch] that weighs its mean, so that batches are filled up with examples of weight 0"
 )
 
 

@@ -152,6 +152,12 @@ class Executable:
     def _groups(self) -> tuple[Sequence[Variable], ...]:
         return (*self._lending.apart(self.layout.variables), self.program.inputs)
 
+    @property
+    def argument_names(self) -> dict[str, str]:
+        """The names of state and data by those that the arguments have in the compiled text."""
+        groups = zip(("reused", "lent", "values"), self._groups, strict=True)
+        return {f"{word}[{i}]": v.name for word, group in groups for i, v in enumerate(group)}
+
     def grouped(self, own: Sequence[Any], values: Sequence[Any]) -> tuple[tuple[Any, ...], ...]:
         """Arrays as ``arguments`` groups their types."""
         return (*self._lending.apart(own), tuple(values))

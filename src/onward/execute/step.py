@@ -306,8 +306,8 @@ class Step(NotPickled, Pointing):
 
     def compiled_text(
         self, scopes: Callable[[Program], Mapping[Op, str]], state: State, /, *data: Any, **feed: Any
-    ) -> tuple[str, Sequence[Any]]:
-        """The compiled XLA computation that runs these arrays where they lie, and their shardings.
+    ) -> tuple[str, Sequence[Any], Mapping[str, str]]:
+        """The compiled XLA computation that runs these arrays where they lie, their shardings, and names.
 
         It is compiled once more, with its ops in these scopes.
         """
@@ -315,7 +315,8 @@ class Step(NotPickled, Pointing):
         found, values, _ = self._executables.find(state, data, feed)
         executable = self._executables.make(found.unpacked, storage=state.storage, scopes=scopes)
         executable.compile()
-        return executable.text_for(self._places.own(state, executable), values)
+        text, shardings = executable.text_for(self._places.own(state, executable), values)
+        return text, shardings, executable.argument_names
 
     def expect_going(self, state: State) -> None:
         """Wait for a State; raise ``NonFiniteError`` if ``guard(..., "stop")`` or a check stopped there."""

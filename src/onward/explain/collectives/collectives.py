@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -34,6 +35,10 @@ _SHOWN = 3
 _NO_STEP = (
     "collectives takes a Program, a step, or a function and its arguments, not {found}. Write "
     "collectives(program), collectives(step, state, *data), or collectives(train_step, *args)."
+)
+_NO_ARGUMENTS = (
+    "collectives: {name} is compiled for its arguments, and {error}. Give them as in a call of it: "
+    "collectives({name}, *args), arrays or jax.ShapeDtypeStruct where they are to lie."
 )
 
 
@@ -145,11 +150,12 @@ def collectives(
         return _of_stages(step if isinstance(step, Pipeline) else step.pipeline)
     if isinstance(step, Program):
         found = compiled_once(step)
-        return _read(step.name, found.text, found.shardings, found.ops)
+        return _read(step.name, found.text, found.shardings, found.ops, found.names)
     marks = Marks()
     if isinstance(step, Step):
-        text, shardings = step.compiled_text(marks, *args, **kwargs)
-        return _read(step.program.name, text, shardings, marks.ops)
+        _expect_arguments(step, args, kwargs)
+        text, shardings, names = step.compiled_text(marks, *args, **kwargs)
+        return _read(step.program.name, text, shardings, marks.ops, names)
     return _of_function(step, args, kwargs)
 
 
@@ -164,8 +170,10 @@ def _of_stages(pipeline: Pipeline) -> Collectives:
         made = producers(part.program)
         sums = {f"totals[{i}]": made[v] for i, v in enumerate(part.sums) if v in made}
         ops = {**marks[part.program].ops, **sums}
-        for c in _read(part.name, part.call.as_text() or "", _shardings(part.call), ops):
-            values = tuple(_named(v, names) for v in c.values)
+        for c in _read(part.name, part.call.as_text() or "", _shardings(part.call), ops, names):
+            values = tuple(
+                v if v.made_by or v.op in names.values() else replace(v, line="") for v in c.values
+            )
             often = None if c.times is None else part.times * c.times
             found.append(replace(c, times=often, values=values, part=part.name))
     mesh = {} if pipeline.partition is None else dict(pipeline.partition.mesh)
@@ -174,10 +182,9 @@ def _of_stages(pipeline: Pipeline) -> Collectives:
 
 
 def _named(v: ExchangedValue, names: Mapping[str, str]) -> ExchangedValue:
-    """A value with the names of state in place of its numbers; only ops of a part have lines of the user."""
-    why = re.sub(r"argument (state\[\d+\])", lambda m: names.get(m[1], m[0]), v.why)
-    is_ours = v.op in names or not v.made_by
-    return replace(v, op=names.get(v.op, v.op), why=why, line="" if is_ours else v.line)
+    """A value with the names of state and data in place of those that arguments have in the text."""
+    why = re.sub(r"argument (\w+\[\d+\])", lambda m: names.get(m[1], m[0]), v.why)
+    return replace(v, op=names.get(v.op, v.op), why=why)
 
 
 def _of_function(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Collectives:
@@ -186,13 +193,27 @@ def _of_function(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Co
     compiled = step if hasattr(step, "as_text") else _compiled(step, args, kwargs)
     given = (x.sharding for x in jax.tree.leaves((args, kwargs)) if isinstance(x, jax.Array))
     name = getattr(step, "__name__", type(step).__name__)
-    return _read(name, compiled.as_text() or "", (*_shardings(compiled), *given), {})
+    return _read(name, compiled.as_text() or "", (*_shardings(compiled), *given), {}, {})
 
 
 def _compiled(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     lower = getattr(step, "lower", None) or jax.jit(step).lower
+    _expect_arguments(step, args, kwargs)
     with _with_lines():
         return lower(*args, **kwargs).compile()
+
+
+def _expect_arguments(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise ``ArgumentError`` unless a function takes these arguments, as far as it tells which it takes."""
+    try:
+        signature = inspect.signature(step)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        name = getattr(step, "__name__", "step")
+        raise ArgumentError(_NO_ARGUMENTS.format(name=name, error=error)) from error
 
 
 @contextmanager
@@ -214,12 +235,17 @@ def _shardings(compiled: Any) -> Iterable[Any]:
         return ()
 
 
-def _read(name: str, text: str, shardings: Iterable[Any], marks: Mapping[str, Op]) -> Collectives:
+def _read(
+    name: str, text: str, shardings: Iterable[Any], marks: Mapping[str, Op], names: Mapping[str, str]
+) -> Collectives:
     meshes = {s.mesh for s in shardings if isinstance(s, NamedSharding) and s.mesh.size > 1}
     mesh = max(meshes, key=lambda m: m.size, default=None)
     axes = {} if mesh is None else dict(mesh.shape)
     count = 1 if mesh is None else mesh.size
-    found = collectives_in(CompiledText.of(text), axes, count, marks)
+    found = [
+        replace(c, values=tuple(_named(v, names) for v in c.values))
+        for c in collectives_in(CompiledText.of(text), axes, count, marks)
+    ]
     return Collectives(name, axes, _most_first(found))
 
 

@@ -39,12 +39,14 @@ class CompiledFacts:
         text: as XLA prints it.
         shardings: where it takes its arguments from.
         ops: by the last scope in which each was lowered.
+        names: of state and data, by those that the arguments have in the text.
         memory: the bytes that XLA plans to take on each device.
     """
 
     text: str
     shardings: Sequence[Any]
     ops: Mapping[str, Op]
+    names: Mapping[str, str]
     memory: Any
 
 
@@ -67,5 +69,7 @@ def compiled_once(program: Program) -> CompiledFacts:
         storage, donated = storage_of(tuned, ()), {v.name for v in tuned.next_state}
         executable = Executable(named, (), donated, storage=storage, scopes=marks, keep_memory=False)
         executable.compile()
-        _known[program] = CompiledFacts(executable.text, executable.shardings, marks.ops, executable.memory)
+        _known[program] = CompiledFacts(
+            executable.text, executable.shardings, marks.ops, executable.argument_names, executable.memory
+        )
     return _known[program]
