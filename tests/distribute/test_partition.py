@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -335,23 +336,29 @@ def by_weight(params: Any, x: Any, example_weight: Any) -> Any:
     return jnp.sum(each * example_weight) / jnp.sum(example_weight), (each, each[None] * each[:, None])
 
 
+def by_weight_alone(params: Any, x: Any, example_weight: Any) -> Any:
+    return by_weight(params, x, example_weight)[0], jnp.sum(x, 1)
+
+
 @pytest.mark.parametrize(("traced", "steps"), [(16, 1), (13, 1), (13, 3)])
 def test_a_batch_that_the_axes_do_not_divide_is_filled_up_by_its_weights(traced: int, steps: int) -> None:
     with jax.enable_x64(True), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*all pairs")
         params = {"w0": RANDOM.normal(size=(16, 16))}
         x, weights = RANDOM.normal(size=(16, 16)), RANDOM.uniform(1, 2, 16)
-        loss = by_weight if steps == 1 else lambda *args: (by_weight(*args)[0], by_weight(*args)[1][:1])
+        loss = by_weight if steps == 1 else by_weight_alone
         program = ow.SGD(0.1).minimize(loss, params, x[:traced], weights[:traced], has_aux=True)
         program = ow.partition(program, {"data": 4}, {"*": "data"})
         step = ow.compile(ow.accumulate(program, steps) if steps > 1 else program)
         state, w = step.init(params), params["w0"]
+        plain = jax.value_and_grad(loss, has_aux=True)
         for rows in (16, 13, 3):
-            state, out = step(state, x[:rows], weights[:rows])
-            (value, aux), gradients = jax.value_and_grad(loss, has_aux=True)({"w0": w}, x[:rows], weights[:rows])
+            fed = x[:rows], weights[:rows]
+            state, out = step(state, *fed)
+            (value, aux), gradients = plain({"w0": w}, *fed)
             w = w - 0.1 * gradients["w0"]
             np.testing.assert_allclose(out.loss, value, rtol=1e-9)
-            jax.tree.map(lambda mine, theirs: np.testing.assert_allclose(mine, theirs, rtol=1e-9), out.aux, aux)
+            jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-9), out.aux, aux)
             np.testing.assert_allclose(state["w0"], w, rtol=1e-9)
 
 
@@ -360,8 +367,10 @@ def test_what_filling_up_may_change_is_told_once() -> None:
         each = jnp.sum((x @ params["w0"]) ** 2, 1)
         return jnp.mean(each * example_weight), jnp.sort(each)
 
-    step = ow.compile(ow.partition(ow.SGD(0.1).minimize(loss, PARAMS, X, np.ones(8)), {"data": 4}, {}))
-    state = step.init(PARAMS)
+    params = {"w0": PARAMS["w0"]}
+    program = ow.SGD(0.1).minimize(loss, params, X, np.ones(8), has_aux=True)
+    step = ow.compile(ow.partition(program, {"data": 4}, {}))
+    state = step.init(params)
     with pytest.warns(UserWarning, match="the loss is divided by a number of rows.*is made by 'sort'"):
         state, _ = step(state, X[:5], np.ones(5))
     step(state, X[:5], np.ones(5))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -398,7 +399,7 @@ def by_weight(params: Any, x: Any, example_weight: Any) -> Any:
 def test_a_shorter_batch_is_filled_up_where_examples_are_weighed(data: int):
     with jax.enable_x64(True):
         params, x, weights = [normal(4, 4), normal(4, 4)], normal(16, 4), RANDOM.uniform(1, 2, 16)
-        program = ow.SGD(0.1).minimize(by_weight, params, x, weights)
+        program = ow.SGD(0.1).minimize(by_weight, params, x, weights, has_aux=True)
         step = ow.compile(ow.pipeline(program, 2, 4, data=data), options=QUICK)
         state, plain = step.init(params), params
         for rows in (16, 13, 3, 1):
@@ -408,7 +409,9 @@ def test_a_shorter_batch_is_filled_up_where_examples_are_weighed(data: int):
             plain = [w - 0.1 * g for w, g in zip(plain, gradients, strict=True)]
             np.testing.assert_allclose(out.loss, value, rtol=1e-9)
             np.testing.assert_allclose(out.aux, each, rtol=1e-9)
-            expect_equal(jax.device_get(state.parameters), plain, rtol=1e-9, atol=0)
+            jax.tree.map(
+                partial(np.testing.assert_allclose, rtol=1e-9), jax.device_get(state.parameters), plain
+            )
         with pytest.raises(ow.ArgumentError, match=r"is float64\[20, 4\]; the pipeline was cut for"):
             step(state, normal(20, 4), np.ones(20))
         with pytest.raises(ow.ArgumentError, match=r"'example_weight' has 3 rows, 'x' 4; both are the batch"):
@@ -417,9 +420,9 @@ def test_a_shorter_batch_is_filled_up_where_examples_are_weighed(data: int):
 
 def test_a_loop_over_any_step_runs_over_stages(tmp_path: Any):
     params, batches = [normal(4, 4), normal(4, 4)], [(normal(8, 4), np.ones(8)) for _ in range(3)]
-    program = ow.SGD(0.1).minimize(by_weight, params, *batches[0])
+    program = ow.SGD(0.1).minimize(by_weight, params, *batches[0], has_aux=True)
     alone, step = ow.compile(program), ow.compile(ow.pipeline(program, 2, 4), options=QUICK)
-    one, outs = alone.run(alone.init(params), batches, steps=3)
+    _, outs = alone.run(alone.init(params), batches, steps=3)
     state, piped = step.run(step.init(params), batches, steps=3)
     np.testing.assert_allclose(piped.loss, outs.loss, rtol=1e-5)
     assert (step.fetch, step.traces) == ((), 0)
@@ -427,7 +430,7 @@ def test_a_loop_over_any_step_runs_over_stages(tmp_path: Any):
     step.expect_going(state)
     found = ow.find_nonfinite(step, state, (batches[0][0] * np.inf, np.ones(8)))
     assert found is not None
-    with pytest.raises(ow.ArgumentError, match=r"batch 1 \(counted from 0\): mlp|batch 1 \(counted from 0\)"):
+    with pytest.raises(ow.ArgumentError, match=r"batch 1 \(counted from 0\)"):
         step.run(state.copy(), [batches[0], (np.ones((8, 3)), np.ones(8))])
     for word in ("function", "executable", "compiled_text"):
         with pytest.raises(AttributeError, match=r"ow\.compile\(step\.pipeline\.program\)"):

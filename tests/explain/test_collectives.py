@@ -144,3 +144,22 @@ def test_a_program_is_compiled_once_for_all_that_is_asked_and_is_not_held():
     del program
     gc.collect()
     assert gone() is None
+
+
+def test_a_parameter_that_is_gathered_is_named_with_who_reads_it():
+    x = jnp.ones((8, 8))
+    program = ow.partition(ow.SGD(0.1).minimize(loss, [x], x), {"data": 8}, {"*": "data"})
+    step = ow.compile(program)
+    for found in (ow.collectives(program), ow.collectives(step, step.init([x]), x)):
+        gathered = [v for c in found for v in c.values if c.kind == "all-gather"]
+        (w,) = [v for v in gathered if v.type == "f32[8,8]"]
+        assert w.op == "ws/0"
+        assert w.line.startswith("test_collectives.py:")
+        assert w.why == "ws/0 is split along data and needed whole; dot_general reads it"
+        assert "reused" not in str(found)
+
+
+def test_a_function_is_compiled_for_its_arguments():
+    for step in (jax.jit(loss), ow.compile(ow.SGD(0.1).minimize(loss, [jnp.ones((8, 8))], jnp.ones((8, 8))))):
+        with pytest.raises(ArgumentError, match=r"is compiled for its arguments, and missing a required"):
+            ow.collectives(step)

@@ -12,10 +12,10 @@ from onward.core.recipe import rebuilt
 from onward.develop.tuned import Tuned
 from onward.execute.executable import Executable
 from onward.execute.feeds import Feeds, key_of
-from onward.execute.filler import FilledEnd, Filler, filler_of
+from onward.execute.filler import FilledEnd, filler_of
 from onward.execute.layout import Layout
 from onward.execute.loop.interrupt import uninterrupted
-from onward.execute.portions import Filling, Portions
+from onward.execute.portions import Filling
 from onward.execute.state import State
 from onward.execute.storage.plan import plan as storage_of
 from onward.execute.storage.storage import Storage
@@ -102,9 +102,7 @@ class Executables:
             self._known[key] = self.make(tuned.program, storage=storage)
         return self._known[key]
 
-    def _filled(
-        self, values: Sequence[Any], filler: Portions | Filler
-    ) -> tuple[Sequence[Any], Filling | FilledEnd | None]:
+    def _filled(self, values: Sequence[Any], filler: Any) -> tuple[Sequence[Any], Filling | FilledEnd | None]:
         """The batch of all processes, filled up so that the devices divide it."""
         if not all(hasattr(x, "shape") for x in values) or self.first.is_shared:
             values = self.feeds.convert(values)

@@ -181,10 +181,15 @@ def _of_stages(pipeline: Pipeline) -> Collectives:
     return Collectives(name, mesh, _most_first(found))
 
 
-def _named(v: ExchangedValue, names: Mapping[str, str]) -> ExchangedValue:
-    """A value with the names of state and data in place of those that arguments have in the text."""
+def _named(v: ExchangedValue, names: Mapping[str, str], ops: Iterable[Op]) -> ExchangedValue:
+    """A value with the name of state or data in place of the argument's, and who reads it."""
     why = re.sub(r"argument (\w+\[\d+\])", lambda m: names.get(m[1], m[0]), v.why)
-    return replace(v, op=names.get(v.op, v.op), why=why)
+    if (name := names.get(v.op)) is None:
+        return replace(v, why=why)
+    readers = (op for op in ops if op.source is not None and any(x.name == name for x in op.inputs))
+    reader = next(readers, None)
+    read = "" if reader is None else f"; {reader.type} reads it"
+    return replace(v, op=name, why=why + read, line=str(reader.source) if reader is not None else "")
 
 
 def _of_function(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Collectives:
@@ -243,7 +248,7 @@ def _read(
     axes = {} if mesh is None else dict(mesh.shape)
     count = 1 if mesh is None else mesh.size
     found = [
-        replace(c, values=tuple(_named(v, names) for v in c.values))
+        replace(c, values=tuple(_named(v, names, marks.values()) for v in c.values))
         for c in collectives_in(CompiledText.of(text), axes, count, marks)
     ]
     return Collectives(name, axes, _most_first(found))

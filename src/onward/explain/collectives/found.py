@@ -145,23 +145,13 @@ class _Finder:
         op = self.marked(place) or self.marked(self.text.place_of(source))
         name = place.rpartition("/")[2]
         made_by = op.made_by if op is not None else _pass_of(place)
-        why, line = self.why(name, place, source, axes, op), self.text.line_of(told)
-        if op is None and self.marks and "/" not in place and self.argument(source):
-            reader = self.reader(told.name)
-            why, line = (f"{why} by {_told(reader)}", str(reader.source or "")) if reader else (why, "")
-        elif op is not None:
-            line = str(op.source or "")
-        return ExchangedValue(array, name if op is None else _told(op), str(made_by or ""), line, why)
-
-    def reader(self, name: str) -> Op | None:
-        """The op that reads what an instruction makes, or what hands that on as it is."""
-        for instruction in self.text.instructions.values():
-            if name in instruction.operands:
-                found = self.marked(self.text.place_of(instruction.name))
-                is_same = _SAME_ARRAY.fullmatch(instruction.kind) and len(instruction.operands) == 1
-                if found is not None or (is_same and (found := self.reader(instruction.name)) is not None):
-                    return found
-        return None
+        return ExchangedValue(
+            array,
+            name if op is None else _told(op),
+            str(made_by or ""),
+            self.text.line_of(told) if op is None else str(op.source or ""),
+            self.why(name, place, source, axes, op),
+        )
 
     @property
     def takers(self) -> Mapping[int, Instruction]:
