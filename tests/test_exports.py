@@ -17,6 +17,7 @@ import onward as ow
 from onward.core import vocabulary
 from onward.core.pointing import Pointing
 from onward.core.whereabouts import public_paths
+from onward.execute.pipelined import PipelineStep
 
 VALUES = {path: attrgetter(path)(ow) for path in public_paths(ow)}
 NAMES = [path for path, v in VALUES.items() if inspect.isfunction(v) or inspect.isclass(v)]
@@ -160,7 +161,17 @@ def test_a_word_of_another_library_is_said_once_and_is_no_name_of_ours():
 
 
 def test_an_attribute_of_another_library_says_what_to_write():
-    owners = (ow.Trainer, ow.Model, ow.Evaluator, ow.Step, ow.State, ow.Program, ow.History, ow.Out)
+    owners = (
+        ow.Trainer,
+        ow.Model,
+        ow.Evaluator,
+        ow.Step,
+        PipelineStep,
+        ow.State,
+        ow.Program,
+        ow.History,
+        ow.Out,
+    )
     assert {owner.__name__ for owner in owners} == set(vocabulary.METHODS)
     for owner in owners:
         there = {vocabulary.plain(word) for word in dir(owner) if not word.startswith("_")}

@@ -371,7 +371,7 @@ def test_what_filling_up_may_change_is_told_once() -> None:
     program = ow.SGD(0.1).minimize(loss, params, X, np.ones(8), has_aux=True)
     step = ow.compile(ow.partition(program, {"data": 4}, {}))
     state = step.init(params)
-    with pytest.warns(UserWarning, match="the loss is divided by a number of rows.*is made by 'sort'"):
+    with pytest.warns(UserWarning, match="the loss is divided by a number of rows.*so are the result 'sort"):
         state, _ = step(state, X[:5], np.ones(5))
     step(state, X[:5], np.ones(5))
 

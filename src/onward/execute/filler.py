@@ -47,7 +47,7 @@ class FilledEnd:
         return [kept(x, self.axes.get(v.name, ())) for v, x in zip(variables, values, strict=True)]
 
 
-class Filler:
+class BatchFiller:
     """Fills up the batch of a Program, whose weights say which examples count.
 
     Args:
@@ -122,7 +122,7 @@ class Filler:
         return data_types(self.program, self._names, times * self.program[self._names[0]].shape[0])
 
 
-def filler_of(program: Program) -> Portions | Filler | None:
+def filler_of(program: Program) -> Portions | BatchFiller | None:
     """What fills up the batch of a Program over several devices; None if nothing has to, or can."""
     if program.replicas is not None:
         return Portions(program)
@@ -136,7 +136,7 @@ def filler_of(program: Program) -> Portions | Filler | None:
     dividing = {axes[0] for axes in splits if axes}
     unit = lcm(*(prod(how.mesh[axis] for axis in axes) for axes in dividing))
     parts = f"{unit} parts along {' x '.join(sorted({axis for axes in dividing for axis in axes}))}"
-    return Filler(program, names, weight, lambda rows: -(-rows // unit) * unit, parts)
+    return BatchFiller(program, names, weight, lambda rows: -(-rows // unit) * unit, parts)
 
 
 def filled(program: Program, values: Sequence[Any]) -> list[Any]:

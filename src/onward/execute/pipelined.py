@@ -24,7 +24,7 @@ from onward.distribute.split.in_words import fingerprint
 from onward.execute.checkpoint.checkpoints import Checkpoints
 from onward.execute.checkpoint.loaded import Checkpoint
 from onward.execute.feeds import Feeds, key_of
-from onward.execute.filler import Filler
+from onward.execute.filler import BatchFiller
 from onward.execute.initialize import first_values
 from onward.execute.layout import Layout
 from onward.execute.line import follow
@@ -265,10 +265,10 @@ class PipelineStep(NotPickled, Pointing):
         return f"PipelineStep({self.program.name!r}, {schedule.stages} stages, {schedule.name})"
 
 
-def _filler(pipeline: Pipeline) -> Filler | None:
+def _filler(pipeline: Pipeline) -> BatchFiller | None:
     """What fills up a batch that is shorter than the pipeline was cut for; None where no weights can."""
     how = pipeline.loop.how
     if how.weight is None:
         return None
     rows, parts = how.rows(pipeline.accumulated), f"the {how.steps} micro-batches of the pipeline"
-    return Filler(pipeline.program, how.split, how.weight, lambda fed: max(fed, rows), parts)
+    return BatchFiller(pipeline.program, how.split, how.weight, lambda fed: max(fed, rows), parts)
