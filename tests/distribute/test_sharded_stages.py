@@ -153,7 +153,7 @@ def test_collectives_of_stages_have_stage_line_and_how_often():
     assert [text.rpartition(":")[2] for text in products] == [str(line)]
     assert found.bytes == sum(c.bytes * (c.times or 0) for c in found)
     assert "all-gather  64 B  along data  F of stage 0  3 times\n  f32[4,4]  " in str(found)
-    assert "\n    params/0/0 is split along data and needed whole\n" in str(found)
+    assert "\n    params/0/0 is split along data and needed whole" in str(found)
     assert str(found).startswith("two_products in 2 stages on 4 devices (data 2 x model 2): ")
     assert str(ow.collectives(ow.compile(cut))) == str(found)
     with pytest.raises(ow.GraphError, match=r"Expected all-reduce alone(?s:.)*params/0/0"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import compress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import PartitionSpec, Sharding
@@ -20,7 +20,6 @@ from onward.core.program import Op, Program, Variable
 from onward.core.words import Placement
 from onward.develop.watch.watch import watching_of
 from onward.distribute.split.in_words import fingerprint
-from onward.execute.filler import FilledEnd
 from onward.execute.host_memory import keep_for_steps
 from onward.execute.layout import Layout, Lending
 from onward.execute.loop.interrupt import uninterrupted
@@ -38,6 +37,9 @@ from onward.execute.spread import By, Spread
 from onward.execute.state import SPENT, is_deleted
 from onward.execute.storage.packing import packed
 from onward.execute.storage.storage import Storage
+
+if TYPE_CHECKING:  # most steps fill up nothing
+    from onward.execute.filler import FilledEnd
 
 
 class Executable:
@@ -246,7 +248,7 @@ class Executable:
 
     def emptied(self, results: Sequence[Any], filling: Filling | FilledEnd | None) -> list[Any]:
         """The results without the rows that only filled up the batch."""
-        if isinstance(filling, FilledEnd):
+        if filling is not None and not isinstance(filling, Filling):
             return filling.emptied(self.results.variables, results)
         if filling is None or self._spread is None:
             return list(results)

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from threading import RLock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from onward.core.errors import ArgumentError, OnwardError
+from onward.core.first_use import at_first_call
 from onward.core.program import Program
 from onward.core.recipe import rebuilt
 from onward.develop.tuned import Tuned
 from onward.execute.executable import Executable
 from onward.execute.feeds import Feeds, key_of
-from onward.execute.filler import FilledEnd, filler_of
 from onward.execute.layout import Layout
 from onward.execute.loop.interrupt import uninterrupted
 from onward.execute.portions import Filling
 from onward.execute.state import State
 from onward.execute.storage.plan import plan as storage_of
 from onward.execute.storage.storage import Storage
+
+if TYPE_CHECKING:  # most steps fill up nothing
+    from onward.execute.filler import FilledEnd
+
+_filler_of = at_first_call("onward.execute.filler", "filler_of")
 
 
 class Executables:
@@ -52,7 +57,8 @@ class Executables:
         self.traces = 0
         self.checks = check_feeds and bool(program.bounds)
         self._lock = RLock()
-        self._filler = filler_of(program)
+        is_alone = program.replicas is None and program.partition is None
+        self._filler = None if is_alone else _filler_of(program)
         shapes = key_of([self.layout.whole(v) for v in program.inputs])
         first = tuning(program)
         self.notes = first.notes

@@ -102,7 +102,7 @@ class BatchFiller:
 
     @cached_property
     def _misled(self) -> tuple[tuple[str, str], ...]:
-        """What filling up the batch may change, and why, in words."""
+        """The results that filling up the batch may change, and why, in words."""
         recipe = self.program.recipe
         assert recipe is not None
         whole, part = (recipe.origin.trace(self._types(times)) for times in (2, 1))
@@ -123,7 +123,7 @@ class BatchFiller:
 
 
 def filler_of(program: Program) -> Portions | BatchFiller | None:
-    """What fills up the batch of a Program over several devices; None if nothing has to, or can."""
+    """The filler for the batch of a Program over several devices; None if nothing has to, or can, be filled."""
     if program.replicas is not None:
         return Portions(program)
     how = program.partition

@@ -248,7 +248,7 @@ def _one_by_one(
 
 
 def _of_some(outs: list[OutsPart]) -> Outs:
-    """What the steps returned; refused if there were none."""
+    """The results of the steps; refused if there were none."""
     if not outs:
         raise ArgumentError(
             "step.run: batches is empty; expected at least one batch. An iterator can be read only once."

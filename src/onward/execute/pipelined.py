@@ -266,7 +266,7 @@ class PipelineStep(NotPickled, Pointing):
 
 
 def _filler(pipeline: Pipeline) -> BatchFiller | None:
-    """What fills up a batch that is shorter than the pipeline was cut for; None where no weights can."""
+    """The filler for batches shorter than the pipeline was cut for; None where nothing weighs examples."""
     how = pipeline.loop.how
     if how.weight is None:
         return None
