@@ -123,7 +123,7 @@ class BatchFiller:
 
 
 def filler_of(program: Program) -> Portions | BatchFiller | None:
-    """The filler for the batch of a Program over several devices; None if nothing has to, or can, be filled."""
+    """The filler for the batch of a Program over several devices; None if none can be filled up."""
     if program.replicas is not None:
         return Portions(program)
     how = program.partition
