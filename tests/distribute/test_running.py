@@ -550,7 +550,7 @@ def test_a_state_with_parts_goes_to_no_other_number_of_devices():
     state, _ = step(step.init(), *BATCH)
     for program in (program_of(), ow.replicate(program_of(), 8, ow.Sharded())):
         with pytest.raises(
-            ow.StateError, match=r"This State has no 'fc_0/[wb]/velocity' \(float32\[.*Make one with"
+            ow.StateError, match=r"'fc_0/[wb]/velocity' is float32\[.*, here .*save a checkpoint of it"
         ):
             ow.compile(program)(state, *BATCH)
 

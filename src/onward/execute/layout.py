@@ -13,10 +13,10 @@ from onward.core.program import Program, Replicas, Variable
 from onward.core.structure import Signature
 from onward.core.words import UpdateType
 
-_LAID_OTHERWISE = (
-    "This State is not kept as {name} keeps it: {told}. If it is of the same training, laid out otherwise ("
-    "merge=ow.Sharded()), save a checkpoint of it, which is whole, and restore it here: "
-    "step.restore(folder). One of another model does not fit."
+_MAKE_ONE = "Make one with this step's own init."
+_RESTORE_IT = (
+    "If it is of the same training, laid out otherwise (merge=ow.Sharded()), save a checkpoint of it, which "
+    "is whole, and restore it here: step.restore(folder). One of another model does not fit."
 )
 
 
@@ -81,7 +81,7 @@ class Layout:
         other: Layout,
         name: str,
         added: Iterable[Variable] = (),
-        instead: str = "Make one with this step's own init.",
+        instead: str = "",
     ) -> None:
         """Raise ``StateError`` unless a State of another layout, and what is added, has all of this one."""
         known = {*map(other.identity_of, other.variables), *map(self.identity_of, added)}
@@ -89,12 +89,14 @@ class Layout:
         if absent := [v for v in lacking if v.name not in other.position]:
             raise StateError(
                 f"This State has no {', '.join(f'{v.name!r} ({v.type})' for v in absent[:5])}, which {name} "
-                f"keeps. {instead}"
+                f"keeps. {instead or _MAKE_ONE}"
             )
         if lacking:
             pairs = [(other.variables[other.position[v.name]], v) for v in lacking[:5]]
             told = [f"{v.name!r} is {other.whole(x).type}, here {self.whole(v).type}" for x, v in pairs]
-            raise StateError(_LAID_OTHERWISE.format(told="; ".join(told), name=name))
+            raise StateError(
+                f"This State is not kept as {name} keeps it: {'; '.join(told)}. {instead or _RESTORE_IT}"
+            )
 
     def whole(self, v: Variable) -> Variable:
         """A Variable as it is over all devices together, as people feed it and see it."""
