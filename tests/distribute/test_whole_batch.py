@@ -1159,6 +1159,10 @@ OF_ONE_ALONE = {
     "another op": lambda e, x: e + 0 if len(x) == 1 else e,
     "another number": lambda e, x: e * (3 if len(x) == 1 else 2),
     "half as large a number": lambda e, x: e * (1 if len(x) == 1 else 2),
+    "another power": lambda e, x: e ** (2 if len(x) == 1 else 4),
+    "another number within": lambda e, x: jax.checkpoint(lambda e: e * (3 if len(x) == 1 else 2))(e),
+    "another direction": lambda e, x: e * jax.lax.cumsum(x, 1, reverse=len(x) == 1)[:, 0].sum(),
+    "an axis that is left out": lambda e, x: e * (jnp.squeeze(x).sum(0) * jnp.arange(3.0)).sum(),
     "by the square of their number": lambda e, x: jnp.sqrt(e) / (len(x) ** 2 + 1),
 }
 

@@ -12,6 +12,7 @@ from safetensors import deserialize, safe_open
 from safetensors.numpy import load_file, save_file
 
 import onward as ow
+from onward.execute.exchange.tensor_files import _holds
 
 NAMES = {
     "wte.weight": "embedding",
@@ -232,3 +233,14 @@ def test_a_state_offers_its_parameters(theirs):
     params = ow.load_safetensors(path, state.parameters, {"fc.weight": ("w", (1, 0))})
     state, _ = step(step.init(params), jnp.ones((4, 3)))
     np.testing.assert_allclose(state["w"], 0.6, rtol=1e-6)
+
+
+def test_a_dtype_holds_every_whole_number_of_another():
+    """Counted out, for all integers of up to 8 bits."""
+    floats = [jnp.dtype(name) for name in ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float32")]
+    for name in ("int4", "uint4", "int8", "uint8"):
+        limits = jnp.iinfo(name)
+        numbers = np.arange(limits.min, limits.max + 1, dtype="float32")
+        for wide in floats:
+            is_held = np.array_equal(numbers.astype(wide).astype("float32"), numbers)
+            assert _holds(wide, jnp.dtype(name)) == is_held, (wide, name)

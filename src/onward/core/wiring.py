@@ -115,7 +115,7 @@ def _alike(call: Call) -> Ties:
 
 
 def _cut(call: Call) -> Ties:
-    first = Call(call.primitive, call.operands[:1], call.results, call.params, {})
+    first = Call(call.primitive, call.operands[:1], call.results, call.params, {}, call.numbers[:1])
     for (k, i), (r, j) in _alike(first):
         yield (k, i), (r + len(call.operands) - 1, j)
 

@@ -114,7 +114,7 @@ def _out_of_order(whole: Program, local: Program, following: Following) -> list[
 class _OfTwo(NamedTuple):
     """The Programs for two examples on each device and for all of these, and how one follows from the other.
 
-    Of one example JAX leaves out axes, so that the function may look another one.
+    Of one example JAX leaves out axes, so that the function may look like another one.
     """
 
     part: Program
@@ -146,7 +146,7 @@ def _of_one(local: Program, two: _OfTwo) -> Following | None:
 
     None where more differs than how numbers are moved, as for a function that branches on its length.
     """
-    if len(_results(local)) != len(_results(two.part)) or not _compute_alike(local, two):
+    if not _computes_as_two(local, two):
         return None
     pairs = zip(_results(local), _results(two.part), strict=True)
     drawn = {local[v.name] for v in two.following.drawn if v.name in local}
@@ -160,25 +160,40 @@ def _of_one(local: Program, two: _OfTwo) -> Following | None:
     return Following({mine: two.following.found[theirs] for mine, theirs in pairs}, needs, drawn=drawn)
 
 
-def _compute_alike(one: Program, two: _OfTwo) -> bool:
-    """Whether one example is computed as two are, but for what only moves numbers, and how many there are."""
-    mine, part, whole = map(_computing, (one, two.part, two.whole))
-    if [line[:2] for line in mine] != [line[:2] for line in part]:
-        return False
-    same = zip(
-        *([x for *_, numbers in lines for x in numbers] for lines in (mine, part, whole)), strict=False
-    )
-    return all(x == (y if y is None or y == z else y / 2) for x, y, z in same)
+def _computes_as_two(one: Program, two: _OfTwo) -> bool:
+    """Whether one example is computed as two are, but for how arrays are moved in between.
+
+    All that is computed has the same parameters and numbers, in the same line, of arrays whose axis of the
+    examples is there and has length 1.
+    """
+    programs = (one, two.part, two.whole)
+    shapes = [[v.shape for v in _results(program)] for program in programs]
+    lines = [_computing(program) for program in programs]
+    return _goes_on(*shapes) and _goes_on(*lines)
 
 
-def _computing(program: Program) -> list[tuple[list[str], str, list[Any]]]:
-    """For each op that does more than to move numbers what it runs, however deep, where, and its numbers."""
-    found = []
-    for op in program.ops:
-        names = [call.primitive for call in op.body.calls_within if of(call.primitive).moves is None]
-        numbers = [None if x is None else np.asarray(x).item() for x in op.body.numbers]
-        found += [(names, op.at, numbers)] if names else []
-    return found
+def _computing(program: Program) -> list[tuple[Any, ...]]:
+    """For all that a Program runs, however deep, and that does more than to move numbers, how it does so."""
+    calls = ((call, op.at) for op in program.ops for call in op.body.calls_within)
+    return [
+        (
+            *(call.primitive, at, *(t.shape for t in (*call.operands, *call.results))),
+            *(None if x is None else np.asarray(x).tolist() for x in call.numbers),
+            *(x for _, x in sorted(call.params.items())),
+        )
+        for call, at in calls
+        if of(call.primitive).moves is None
+    ]
+
+
+def _goes_on(one: Any, two: Any, more: Any) -> bool:
+    """Whether something for one example is that for two, if it is so for more of them, or else the half."""
+    if isinstance(two, tuple | list):
+        are_alike = isinstance(one, tuple | list) and isinstance(more, tuple | list)
+        return are_alike and len(one) == len(two) == len(more) and all(map(_goes_on, one, two, more))
+    if isinstance(two, int | float) and isinstance(one, int | float):
+        return bool(one == two if two == more else 2 * one == two)
+    return one == two if isinstance(two, str | None) else True  # a function or a jaxpr, whose calls follow
 
 
 def _is_same(mine: Op, op: Op, needed: Collection[Variable]) -> bool:

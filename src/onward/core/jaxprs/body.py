@@ -30,6 +30,7 @@ from onward.core.jaxprs.equations import (
     literal_value,
     names_within,
     nowhere,
+    numbers_of,
     size_of,
     type_of,
 )
@@ -71,7 +72,8 @@ class Collected:
 class Call:
     """One equation of a Body: a primitive, what it reads and gives, and the Bodies it runs within.
 
-    ``params`` are those of the primitive. A number that stands in the equation is among the operands.
+    ``params`` are those of the primitive. ``numbers`` has those that stand in the equation, among the
+    operands, and None for what is read.
     """
 
     primitive: str
@@ -79,6 +81,7 @@ class Call:
     results: tuple[Type, ...]
     params: Mapping[str, Any]
     inner: Mapping[str, tuple[Body, ...]]
+    numbers: tuple[Any, ...]
 
 
 class JaxprParts(NamedTuple):
@@ -218,7 +221,7 @@ class Body(NotPickled):
             operands, results = (tuple(type_of(v.aval) for v in group) for group in (eqn.invars, eqn.outvars))
             found = ((key, tuple(map(Body, jaxprs_in(value)))) for key, value in eqn.params.items())
             inner = {key: bodies for key, bodies in found if bodies}
-            yield Call(eqn.primitive.name, operands, results, eqn.params, inner)
+            yield Call(eqn.primitive.name, operands, results, eqn.params, inner, numbers_of(eqn))
 
     @property
     def calls_within(self) -> Iterator[Call]:
@@ -330,7 +333,7 @@ class Body(NotPickled):
         """For each operand the literal number that stands there; None for what is read."""
         if len(self.equations) != 1:
             return (None,) * len(self.in_avals)
-        return tuple(v.val if isinstance(v, jex.Literal) else None for v in self.equations[0].invars)
+        return numbers_of(self.equations[0])
 
     def with_numbers_of(self, other: Body) -> Body:
         """The same equation with the literal numbers of another one."""

@@ -92,6 +92,11 @@ def nowhere() -> Any:
     return nothing().jaxpr.eqns[0].source_info
 
 
+def numbers_of(eqn: Any) -> tuple[Any, ...]:
+    """For each operand of an equation the number that stands there; None for what is read."""
+    return tuple(v.val if isinstance(v, jex.Literal) else None for v in eqn.invars)
+
+
 def type_of(aval: Any) -> Type:
     """Shape and dtype, to trace another function with."""
     return Type(aval.shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False)))

@@ -292,8 +292,10 @@ def _misfits(array: StoredArray, here: str, axes: Axes, expected: Type, cast: bo
 
 def _holds(wide: Any, dtype: Any) -> bool:
     """Whether a dtype holds every number of another; for NumPy float64 holds int64, and float8 holds int8."""
-    if np.issubdtype(dtype, np.integer) and jnp.issubdtype(wide, jnp.floating):
-        return bool(np.iinfo(dtype).bits <= limits_of(wide).nmant + 1)
+    if jnp.issubdtype(dtype, jnp.integer) and jnp.issubdtype(wide, jnp.floating):
+        limits: Any = jnp.iinfo  # NumPy's has none of 4 bits; JAX's has no types
+        whole = limits(dtype)
+        return bool(whole.bits - (whole.min < 0) <= limits_of(wide).nmant + 1)
     return np.can_cast(dtype, wide)
 
 
