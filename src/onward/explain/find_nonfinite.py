@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+
 from onward.core.errors import ArgumentError, StateError
 from onward.core.program import Program
 from onward.core.structure import describe
@@ -53,6 +55,7 @@ def find_nonfinite(
         >>> print(str(found).splitlines()[0])
         'log' is the first value that is not finite: 1 of 2 is infinite, the first at [1].
     """
+    is_cut = isinstance(step, PipelineStep)
     if isinstance(step, PipelineStep):
         step = step.pipeline.program
     if not isinstance(step, Step | Program):
@@ -65,15 +68,17 @@ def find_nonfinite(
     is_nothing = isinstance(data, tuple) and not data
     arguments, feed = ((), {}) if is_nothing else Intake(feeds, False).arguments(data)
     values = feeds.named(arguments, feed) if feed else arguments
-    return find(program, _by_name(program, state), values)
+    is_alone = program.replicas is None and program.partition is None and jax.process_count() == 1
+    return find(program, _by_name(program, state, is_cut or is_alone), values)
 
 
-def _by_name(program: Program, state: State | Sequence[Any]) -> Mapping[str, Any]:
-    """The values of all state Variables."""
+def _by_name(program: Program, state: State | Sequence[Any], on_one: bool) -> Mapping[str, Any]:
+    """The values of all state Variables; ``on_one`` device, if they lie apart."""
     if isinstance(state, State):
         if state.is_spent:
             raise StateError(SPENT)
-        found = {v.name: x for v, x in zip(state.layout.variables, together(state.values), strict=True)}
+        values = together(state.values) if on_one else state.values
+        found = {v.name: x for v, x in zip(state.layout.variables, values, strict=True)}
         if lacking := [v.name for v in program.state if v.name not in found]:
             raise StateError(
                 f"This State has no {', '.join(map(repr, lacking[:5]))}, which {program.name} keeps. Make one"
