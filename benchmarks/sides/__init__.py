@@ -27,9 +27,11 @@ from benchmarks.workloads import Workload
 
 REFERENCE = "jit + optax"
 CONTROL = "jit + optax, again"
+SCAN = "jit + optax, a scan"
 KEPT = "onward, memory kept"
 TEN_STEPS = "onward, 10 per call"
 CORES = "onward, 2 cores"
+ALL_CORES = "onward, cores='auto'"
 NO_YNN = "onward, no YNN"
 YNN_PRODUCTS = "onward, YNN for products"
 YNN_CONVOLUTIONS = "onward, YNN for convolutions"
@@ -87,11 +89,13 @@ _TWO = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
 SIDES = {
     REFERENCE: Entry("by_optax:plain", "optax"),
     CONTROL: Entry("by_optax:plain", "optax"),
+    SCAN: Entry("by_optax:scanned", "optax", ("transformer", "residual_mlp")),
     CHECKPOINT: Entry("by_optax:checkpointed", "optax", ("transformer", "residual_mlp")),
     ONWARD: Entry("by_onward:plain", "onward"),
     KEPT: Entry("by_onward:memory_kept", "onward"),
     TEN_STEPS: Entry("by_onward:ten_steps", "onward"),
     CORES: Entry("by_onward:on_two_cores", "onward", (), _TWO),
+    ALL_CORES: Entry("by_onward:on_all_cores", "onward", (), _TWO),
     NO_YNN: Entry("by_onward:without_ynn", "onward"),
     YNN_PRODUCTS: Entry("by_onward:ynn_for_products", "onward"),
     YNN_CONVOLUTIONS: Entry("by_onward:ynn_for_convolutions", "onward"),

@@ -43,8 +43,17 @@ def memory_kept(work: Workload, model: Model) -> Running:
 
 def on_two_cores(work: Workload, model: Model) -> Running:
     """The step as two replicas, one on each of two host devices."""
+    return _on_cores(work, model, min(2, jax.local_device_count()))
+
+
+def on_all_cores(work: Workload, model: Model) -> Running:
+    """The step on as many cores as ``compile`` chooses."""
+    return _on_cores(work, model, "auto")
+
+
+def _on_cores(work: Workload, model: Model, cores: int | str) -> Running:
     model = _batch_first(model) if work.kind == "lstm" else model
-    return _running(_program(work, model), model, cores=min(2, jax.local_device_count()))
+    return _running(_program(work, model), model, cores=cores)
 
 
 def _batch_first(model: Model) -> Model:

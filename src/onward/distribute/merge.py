@@ -301,14 +301,18 @@ def _vector_type(group: Sequence[Variable]) -> Type:
 
 
 def _joined(gradients: Sequence[Any]) -> Any:
-    """Gradients as one vector; XLA computes what goes into a concatenation again and slowly on a CPU."""
+    """Gradients as one vector; XLA computes what goes into a concatenation again and slowly on a CPU.
+
+    It would make a pad of zeros around the first of them, compute that within the pad, and read for each
+    number of the vector what lies behind its end: masked, but slow. So the vector begins as an iota.
+    """
     count = sum(g.size for g in gradients)
     if count >= _MOST:
         raise GraphError(
             f"Gradients of {count} numbers would be merged as one vector, too long for int32: 2**31 "
             "or more. Let groups() return smaller groups."
         )
-    vector = jnp.zeros(count, gradients[0].dtype)
+    vector = lax.iota(gradients[0].dtype, count)
     begin = 0
     for g in gradients:
         vector = lax.dynamic_update_slice(vector, g.ravel(), (begin,))

@@ -55,6 +55,7 @@ class Chunked:
         count: how many chunks.
         ops: how many ops became one.
         before: the bytes of the logits.
+        is_attention: whether the logits are scores of attention, between two products.
     """
 
     logits: str
@@ -63,6 +64,7 @@ class Chunked:
     count: int
     ops: int
     before: int
+    is_attention: bool = False
 
     @property
     def after(self) -> int:
@@ -234,8 +236,9 @@ def _logits(program: Program, where: list[Where] | None) -> tuple[Variable, ...]
         places = whole.everywhere
         named = tuple(place.named(v) for place in places for op in place.program.ops for v in op.outputs)
         return select(named, where, "chunk, where")
-    if before := chunks_of(program):
-        raise GraphError(_TWICE.format(name=program.name, logits=before[0].logits, count=before[0].count))
+    for head in chunks_of(program):
+        if not head.is_attention:
+            raise GraphError(_TWICE.format(name=program.name, logits=head.logits, count=head.count))
     found = whole.heads
     if not found:
         raise GraphError(_NO_HEAD.format(name=program.name))
@@ -251,4 +254,5 @@ def _told_of(name: str, plan: ChunkPlan) -> Chunked:
     region = plan.region
     logits, source = region.logits, region.product.source
     at = str(source) if source is not None and source.file else ""
-    return Chunked(name, logits.type, at, plan.count, len(region.ops), nbytes(logits))
+    told = logits.type, at, plan.count, len(region.ops), nbytes(logits)
+    return Chunked(name, *told, region.is_between_products)

@@ -84,10 +84,8 @@ def is_attention(program: Program, scores: Variable) -> bool:
         return False
     program = counted_apart(_opened(program, scores))
     region = region_of(program, scores)
-    makers = producers(program)
-    ends = all(makers[v].primitive.is_product for v in region.results)
     axes = range(scores.ndim)
-    return ends and region.saves and any(isinstance(rows_of(region.ops, scores, i), Rows) for i in axes)
+    return region.is_between_products and region.saves and any(isinstance(rows_of(region.ops, scores, i), Rows) for i in axes)
 
 
 def _opened(program: Program, logits: Variable) -> Program:

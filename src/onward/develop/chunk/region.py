@@ -48,6 +48,11 @@ class Region:
         """Whether less leaves the region than the logits hold."""
         return sum(v.size for v in self.results) * _LARGE <= self.logits.size
 
+    @property
+    def is_between_products(self) -> bool:
+        """Whether all that leaves it is made by products, as in attention."""
+        return all(op.primitive.is_product or not {*self.results}.intersection(op.outputs) for op in self.ops)
+
 
 def heads(program: Program, of_data: Collection[Variable], others: Collection[Op] = ()) -> list[Op]:
     """The products of data with parameters, and other ops, that no other of these comes after.
