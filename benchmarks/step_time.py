@@ -31,7 +31,7 @@ from benchmarks.sides import ALL_CORES, CONTROL, KEPT, PEERS, SCAN, TEN_STEPS
 
 
 class Case(NamedTuple):
-    """A workload, the ratios to reach, the sides beside Onward and other libraries, with whom they compare."""
+    """A workload, the ratios to reach, the sides beside Onward and the peers, and with whom some compare."""
 
     work: str
     targets: Mapping[str, float]

@@ -40,7 +40,7 @@ def checkpointed(work: Workload, model: Model) -> Running:
 
 
 def scanned(work: Workload, model: Model) -> Running:
-    """The same with the arrays of all layers stacked and a ``jax.lax.scan`` over them, which compiles faster."""
+    """The same as a ``jax.lax.scan`` over layers whose arrays are stacked, which compiles faster."""
     layers = jax.tree.map(lambda *arrays: jnp.stack(arrays), *model.params["layers"])
     stacked = model._replace(params={**model.params, "layers": layers})
     step, state = step_of(work, model.loss, stacked)

@@ -85,7 +85,11 @@ def is_attention(program: Program, scores: Variable) -> bool:
     program = counted_apart(_opened(program, scores))
     region = region_of(program, scores)
     axes = range(scores.ndim)
-    return region.is_between_products and region.saves and any(isinstance(rows_of(region.ops, scores, i), Rows) for i in axes)
+    return (
+        region.is_between_products
+        and region.saves
+        and any(isinstance(rows_of(region.ops, scores, i), Rows) for i in axes)
+    )
 
 
 def _opened(program: Program, logits: Variable) -> Program:
