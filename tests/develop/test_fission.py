@@ -155,6 +155,68 @@ def test_it_stays(why):
     assert fissions(ow.trace(loss, w, xs)) == ()
 
 
+def read_across(program):
+    """Whether each product of a turn reads its weight, of 16 x 48 numbers, against the way it lies."""
+    turns = (turn for op in program.ops for call in op.body.calls for turn in call.inner.get("jaxpr", ()))
+    products = [call for turn in turns for call in turn.calls if call.primitive == "dot_general"]
+    return [
+        call.params["dimension_numbers"][0][side] != ((1,), (0,))[side]
+        for call in products
+        for side in (0, 1)
+        if set(call.operands[side].shape) == {S, 3 * S}
+    ]
+
+
+def folded(y):
+    return y.reshape(*y.shape[:-1], 3, S).sum(-2)
+
+
+LAID = {
+    "h @ w": lambda w, h: folded(h @ w),
+    "h @ w.T": lambda w, h: jnp.tile(h, 3) @ w.T,
+    "w.T @ h": lambda w, h: folded((w.T @ h.T).T),
+    "w @ h": lambda w, h: (w @ jnp.tile(h, 3).T).T,
+    "vmap of w.T @ h": lambda w, h: folded(jax.vmap(lambda h: w.T @ h)(h)),
+    "einsum": lambda w, h: folded(jnp.einsum("io,bi->bo", w, h)),
+    "a weight computed in the turn": lambda w, h: folded(h @ jnp.tanh(w)),
+}
+
+
+AS_IT_LIES = {"w @ h", "w.T @ h", "vmap of w.T @ h"}
+
+
+@pytest.mark.parametrize("form", LAID)
+def test_turns_read_weights_as_they_lie(form):
+    def loss(w, xs):
+        h, _ = lax.scan(lambda h, x: (jnp.tanh(LAID[form](w, h) + x), None), jnp.zeros(xs.shape[1:]), xs)
+        return jnp.mean(h**2)
+
+    w, xs = filled(S, 3 * S), filled(TURNS, 4, S)
+    program = ow.SGD(1.0).minimize(loss, w, xs)
+    after = read_across(fission(program))
+    assert any(read_across(program)) == (form not in AS_IT_LIES)
+    assert after.count(True) == 0 < len(after)
+    assert not fissions(fission(program))
+    with jax.enable_x64():
+        w, xs = (x.astype(jnp.float64) for x in (w, xs))
+        step = ow.compile(ow.SGD(1.0).minimize(loss, w, xs))
+        state, out = step(step.init(w), xs)
+        value, gradient = jax.value_and_grad(loss)(w, xs)
+        np.testing.assert_allclose(out.loss, value, rtol=1e-13)
+        np.testing.assert_allclose(w - state.parameters, gradient, rtol=1e-10, atol=1e-14)
+        assert any("before" in note for note in fissions(step.program)) == (form not in AS_IT_LIES)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 65])
+def test_weights_for_few_or_many_rows_stay_as_they_are(rows):
+    def loss(w, xs):
+        h, _ = lax.scan(lambda h, x: (jnp.tanh(folded(h @ w) + x), None), jnp.zeros(xs.shape[1:]), xs)
+        return jnp.mean(h**2)
+
+    program = ow.SGD(1.0).minimize(loss, filled(S, 3 * S), filled(TURNS, rows, S))
+    assert read_across(fission(program)) == read_across(program)
+
+
 def test_what_would_be_stacked_is_bounded():
     def loss(w, xs):
         def turn(total, x):

@@ -274,6 +274,28 @@ def test_what_a_bucket_keeps_stays_when_the_batch_size_changes():
     assert step.traces == 1
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
+def test_no_gradient_is_padded_to_the_length_of_its_bucket(dtype):
+    def loss(w, x):
+        h = jnp.abs(w["b"] + x.astype(dtype) @ w["w"]).astype(dtype)
+        return jnp.mean(jnp.abs(w["c"] + h @ w["v"])).astype("float32")
+
+    w = {name: jnp.ones(3, dtype) for name in "bc"} | {
+        "w": jnp.ones((4, 3), dtype),
+        "v": jnp.ones((3, 3), dtype),
+    }
+    x = jnp.arange(4.0 * ROWS).reshape(ROWS, 4)
+    step = ow.compile(ow.replicate(ow.SGD(0.1).minimize(loss, w, x), DEVICES, ow.merge.Bucketed()))
+    state = step.init(w)
+    text = step.executable(state, x).text
+    assert "all-reduce" in text
+    assert " pad(" not in text
+    alone = ow.compile(ow.SGD(0.1).minimize(loss, w, x))
+    found, expected = (s(s.init(w), x)[0].parameters for s in (step, alone))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(*(np.asarray(v, "complex64") for v in (a, b)), rtol=1e-2)
+
+
 def test_gradients_of_two_dtypes_are_never_in_one_bucket():
     def loss(w, x):
         return jnp.mean((x @ w["a"]) * w["b"].astype("float32") + w["c"])

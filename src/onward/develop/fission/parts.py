@@ -4,30 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from functools import cached_property
 
 from onward.core.cost import size
-from onward.core.primitives.table import of
 from onward.core.primitives.traits import Linear, Moves
 from onward.core.program import Op, Variable
 from onward.core.turn import ScanTurn
 from onward.core.variable import limits_of
 from onward.core.walk import consumers, producers
+from onward.develop.fission.turned import reads_turned, with_turned_weights
+from onward.develop.fission.waits import Waits, factors, stays, waits_of
 
 _ALLOWANCE = 64 * 2**20  # bytes that may be stacked in any case
 _TIMES = 4
 """So many times as large as what a turn stacks for it must a matrix be. With an LSTM (64 turns, one core of a
 CPU) a step took 0.87 of its time where the weights are 4 times as large (32 rows, 128 wide), 0.56 at 32 times
 (8 rows, 256 wide) and 0.85 at 8 times; 1.2 at 2 times, and 1.25 at a half (256 rows, 128 wide)."""
-
-
-class Waits(IntEnum):
-    """The latest of all that a value of a turn is computed of."""
-
-    NOTHING = 0  # only of what is the same in all turns
-    CUT = 1  # of what is cut for each turn as well
-    CARRIED = 2  # of what the turn before has made, or it does more than compute
 
 
 @dataclass(frozen=True)
@@ -72,7 +64,7 @@ class Parts:
     """
 
     def __init__(self, turn: ScanTurn) -> None:
-        self.turn = turn
+        self.turn = turn = with_turned_weights(turn)
         self.once: list[Variable] = []
         self.early: list[Variable] = []
         self.totals: list[Total] = []
@@ -83,7 +75,9 @@ class Parts:
             self._find_totals()
 
     def __bool__(self) -> bool:
-        return bool(self.early or self.totals or any(self._makers[v].primitive.is_product for v in self.once))
+        products = (v for v in self.once if self._makers[v].primitive.is_product)
+        is_turned = bool(self.once) and reads_turned(self.turn)
+        return bool(self.early or self.totals or any(products) or is_turned)
 
     def __str__(self) -> str:
         before, after = [*self.once, *self.early], [t for total in self.totals for t in total.terms]
@@ -98,14 +92,7 @@ class Parts:
 
     @cached_property
     def _waits(self) -> Mapping[Variable, Waits]:
-        turn = self.turn
-        found = dict.fromkeys((*turn.program.constants, *turn.fixed), Waits.NOTHING)
-        found.update(dict.fromkeys(turn.cut, Waits.CUT))
-        found.update(dict.fromkeys(turn.carried, Waits.CARRIED))
-        for op in turn.program.ops:
-            latest = max((found[v] for v in op.inputs), default=Waits.NOTHING)
-            found.update(dict.fromkeys(op.outputs, Waits.CARRIED if _stays(op) else latest))
-        return found
+        return waits_of(self.turn)
 
     @cached_property
     def _readers(self) -> Mapping[Variable, Sequence[Op | None]]:
@@ -124,7 +111,7 @@ class Parts:
     def _find_early(self) -> None:
         for op in self.turn.program.ops:
             waits = [self._waits[v] for v in op.inputs]
-            if not op.outputs or _stays(op) or Waits.CARRIED in waits:
+            if not op.outputs or stays(op) or Waits.CARRIED in waits:
                 continue
             if Waits.CUT not in waits:
                 if op.primitive.moves not in (Moves.MAKES, Moves.REPEATS):
@@ -195,7 +182,7 @@ class Parts:
             if op is None or len(self._readers[v]) > 1 or not _holds_sums(v, added):
                 return None
             if op.primitive.is_product:
-                return Term(added, _factors(op), op, tuple(tail)) if self._varies(op) else None
+                return Term(added, factors(op), op, tuple(tail)) if self._varies(op) else None
             if not _is_linear(op):
                 return None
             tail.insert(0, op)
@@ -204,14 +191,8 @@ class Parts:
 
     def _varies(self, op: Op) -> bool:
         """Whether it is a product of two matrices, each turn's own."""
-        factors = _factors(op)
-        return len(factors) == 2 and Waits.NOTHING not in [self._waits[v] for v in factors]
-
-
-def _stays(op: Op) -> bool:
-    """Whether an op does more than compute, or would be another one for all turns at once."""
-    random = any(of(p).draws or of(p).makes_keys for p in op.body.primitives)
-    return bool(op.body.has_effects or op.body.collectives or op.primitive.is_loop or random)
+        pair = factors(op)
+        return len(pair) == 2 and Waits.NOTHING not in [self._waits[v] for v in pair]
 
 
 def _holds_sums(v: Variable, added: Variable) -> bool:
@@ -225,14 +206,6 @@ def _holds_sums(v: Variable, added: Variable) -> bool:
 def _adds_arrays(op: Op) -> bool:
     """Whether it adds two arrays of one shape."""
     return op.primitive.adds and len(op.inputs) == 2 and op.inputs[0].shape == op.inputs[1].shape
-
-
-def _factors(op: Op) -> tuple[Variable, ...]:
-    """The operands of a product of matrices, in order; empty if it is something else."""
-    operands = op.body.operands
-    (call,) = op.body.calls
-    plain = call.primitive == "dot_general" and call.params.get("out_sharding") is None
-    return tuple(op.inputs[x] for x in operands if isinstance(x, int)) if plain else ()
 
 
 def _is_linear(op: Op) -> bool:
