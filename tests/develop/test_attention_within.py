@@ -419,3 +419,36 @@ def test_the_scores_never_exist_as_a_whole_in_a_loop(f):
     assert before > (LAYERS if f is own_scan else 1) * scores
     assert fused < 0.75 * before
     assert chunked < 0.75 * scores
+
+
+def scanned_with_a_head(p, x):
+    x = jax.lax.scan(block, x, {"qkv": p["qkv"]})[0]
+    return jnp.mean(jax.nn.logsumexp(x @ p["words"], axis=-1))
+
+
+def unrolled_with_a_head(p, x):
+    for qkv in p["qkv"]:
+        x, _ = block(x, {"qkv": qkv})
+    return jnp.mean(jax.nn.logsumexp(x @ p["words"], axis=-1))
+
+
+def test_attention_and_the_head_are_cut_in_either_order(x64):
+    p, x = numbers()
+    p["words"] = np.random.default_rng(1).normal(size=(WIDTH, WORDS))
+    faults, cases, wanted = {}, {}, {}
+    for f in (scanned_with_a_head, unrolled_with_a_head):
+        program = ow.trace(f, p, x)
+        first = ow.chunk(program, 4, where=ow.graph.attention_scores(program))
+        both = {"head last": ow.chunk(first, 2), "head first": ow.chunk(program, 2)}
+        with pytest.raises(ow.GraphError, match="in 2 chunks already"):
+            ow.chunk(both["head last"], 2)
+        head = both["head first"]
+        both["head first"] = ow.chunk(head, 4, where=ow.graph.attention_scores(head))
+        for name, chunked in both.items():
+            found = ow.graph.chunks_of(chunked)
+            scores = [c.count for c in found if c.is_attention]
+            assert scores == [4] * (1 if f is scanned_with_a_head else LAYERS)
+            assert [c.count for c in found if not c.is_attention] == [2]
+            cases[f.__name__, name] = (derivatives(chunked), p, x)
+        wanted[f.__name__] = (by_jax(f), p, x)
+    expect_same(cases, wanted, faults)
