@@ -193,6 +193,26 @@ def test_auto_goes_by_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cores(odd, ())[1] == "cores: one, for 2 do not divide a batch of 641 rows"
 
 
+def deep(ws: Any, x: Any) -> Any:
+    for w in ws:
+        x = x + jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+
+def test_layers_are_one_loop_on_every_core() -> None:
+    ws, x = [np.eye(W.shape[0], dtype="float32") * i for i in range(1, 13)], X[:, : W.shape[0]]
+    made = ow.SGD(0.01).minimize(deep, ws, x)
+    one, two = ow.compile(made, roll=True), ow.compile(made, roll=True, cores=2)
+    assert "rolled: 12 layers" in str(two.plan())
+    assert len(two.plan().compiled.ops) < len(made.ops) / 2
+    states = [step.init(ws) for step in (one, two)]
+    for _ in range(3):
+        (states[0], a), (states[1], b) = (s(t, x) for s, t in zip((one, two), states, strict=True))
+        np.testing.assert_allclose(a.loss, b.loss, rtol=1e-6)
+    _, note = Cores(2, is_free=True)(ow.roll(made), ())
+    assert note == "cores: one: its layers run in one loop, which two cores would hardly make faster"
+
+
 def convolved(w: Any, x: Any) -> Any:
     return jnp.mean(jax.lax.conv(x, w, (1, 1), "SAME") ** 2)
 

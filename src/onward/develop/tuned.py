@@ -60,16 +60,22 @@ def tuned(
     """
     if program.code is not None:
         return Tuned(program, ("loaded from a file: compiled as it was saved",))
-    may_split = may_split and not stored_values(program)  # whose loops move what they save
-    program, note = _rolled(program, fetch, tune, roll)
+    looped = in_loops(program, fetch, tune, roll)
     if not tune:
+        return looped
+    found = reformed(looped.program, may_split)
+    return Tuned(found.program, (*looped.notes, *found.notes))
+
+
+def in_loops(
+    program: Program, fetch: Sequence[str] = (), tune: bool = True, roll: bool | None = None
+) -> Tuned:
+    """The first part of ``tuned``: repeated layers as one loop, which keeps what is dear to compute again."""
+    program, note = _rolled(program, fetch, tune, roll)
+    leaner = _lean(program) if tune else program
+    if leaner is program:
         return Tuned(program, (note,))
-    leaner = _lean(program)
-    kept = (
-        () if leaner is program else ("lean: the backward pass computes again what is cheaper than to keep",)
-    )
-    found = reformed(leaner, may_split)
-    return Tuned(found.program, (note, *kept, *found.notes))
+    return Tuned(leaner, (note, "lean: the backward pass computes again what is cheaper than to keep"))
 
 
 def reformed(program: Program, may_split: bool = True) -> Tuned:
@@ -77,6 +83,7 @@ def reformed(program: Program, may_split: bool = True) -> Tuned:
     platform, notes = jax.default_backend(), []
     if program.code is not None:
         return Tuned(program, ())
+    may_split = may_split and not stored_values(program)  # whose loops move what they save
     if may_split and (loops := fissions(program)) and not is_recomputed(program):
         program = fission(program)
         notes.append(f"fission: {'; '.join(loops)}")

@@ -27,6 +27,7 @@ from onward.core.recipe import recipe_of
 from onward.core.show import human_bytes, nbytes
 from onward.core.structure import describe, is_count, is_word
 from onward.develop.batch import WEIGHT, batch_names
+from onward.develop.roll.roll import rolls_of
 
 AUTO = "auto"
 _over_cores = at_first_call("onward.execute.over_cores", "over_cores")
@@ -92,7 +93,7 @@ class Cores:
         )
         if rows == 0 or rows % count or count == 1:
             return program, f"cores: one, for {self.count} do not divide a batch of {rows} rows"
-        if self.is_free and (reason := _too_small(program)):
+        if self.is_free and (reason := _gains_little(program)):
             return program, f"cores: one: {reason}"
         try:
             made: Program = _over_cores(program, count, rows, fetch)
@@ -140,8 +141,10 @@ class Cores:
         return next((v.shape[0] for v in program.inputs if v.name in names), 0)
 
 
-def _too_small(program: Program) -> str:
-    """Why a step is too small for several cores; empty if it is not."""
+def _gains_little(program: Program) -> str:
+    """Why a step gains too little from several cores; empty if it gains."""
+    if rolls_of(program):
+        return "its layers run in one loop, which two cores would hardly make faster"
     work, sent = cost(program).flops, _exchanged(program)
     if work < _OPERATIONS:
         return f"{work / 1e6:,.0f} million operations are over before several cores have met"

@@ -17,7 +17,7 @@ from onward.core.show import human_bytes, nbytes
 from onward.core.words import some
 from onward.develop.offload import offloaded
 from onward.develop.stored import stored_values
-from onward.develop.tuned import Tuned, tuned
+from onward.develop.tuned import Tuned, in_loops, reformed, tuned
 from onward.execute.cores import Cores
 from onward.execute.loop.interrupt import uninterrupted
 from onward.execute.storage.storage import Storage
@@ -92,10 +92,14 @@ class Tuning:
         if program.code is not None:
             return Tuned(program, (*self.words, *tuned(program).notes))
         program, attention = _attention_fused(program, fetch) if self.attention else (program, "")
-        program, cores = (program, "") if self.cores is None else self.cores(program, fetch)
-        found = tuned(program, fetch, self.is_on, self.roll, self.fission)
-        notes = [*filter(None, (cores, *self.words, attention)), *found.notes]
+        looped = in_loops(program, fetch, self.is_on, self.roll)
+        program, cores = self._over_cores(looped.program, fetch)
+        found = reformed(program, self.fission) if self.is_on else Tuned(program, ())
+        notes = [*filter(None, (cores, *self.words, attention)), *looped.notes, *found.notes]
         return Tuned(found.program, tuple(notes))
+
+    def _over_cores(self, program: Program, fetch: Sequence[str]) -> tuple[Program, str]:
+        return (program, "") if self.cores is None else self.cores(program, fetch)
 
 
 def _attention_fused(program: Program, fetch: Sequence[str]) -> tuple[Program, str]:

@@ -38,9 +38,10 @@ def fission(program: Program) -> Program:
     product of what each turn is given with a weight that is the same in all, and the transpose of a weight
     that turns would multiply few rows with. After it: the sums of products that turns only add up, such as
     the gradient of a weight, each as one product. The results are equal but for the order of sums. A product
-    leaves its loop where the weight is at least four times as large as what a turn stacks for it: a small batch, a wide layer. A loop stacks at most as much again as it does anyhow,
-    or 64 MiB. The loop of ``accumulate``, which is there to save memory, stays as it is, and so do layers
-    rolled to a loop; loops within them do not.
+    leaves its loop where the weight is at least four times as large as what a turn stacks for it: a small
+    batch, a wide layer. A loop stacks at most as much again as it does anyhow, or 64 MiB. The loop of
+    ``accumulate``, which is there to save memory, stays as it is, and so do layers rolled to a loop; loops
+    within them do not.
 
     Args:
         program: a Program, with or without backward and update; of a backward pass that is derived later
