@@ -28,6 +28,7 @@ from jax import lax
 from onward.core.builder import Builder
 from onward.core.errors import ArgumentError, GraphError
 from onward.core.jaxprs.body import Body, body_of
+from onward.core.jaxprs.collected import body_over
 from onward.core.jaxprs.equations import Type
 from onward.core.program import Applied, Program, Variable
 from onward.core.show import nbytes
@@ -105,10 +106,12 @@ class Devices:
 class Merge:
     """The base of every merge strategy; a subclass becomes a frozen dataclass by itself.
 
-    ``exact`` says whether the result is the mean (or sum) up to rounding.
+    ``exact`` says whether the result is the mean (or sum) up to rounding; ``any_layout`` whether each number
+    is merged by itself and nothing is kept, so that it is the same however they lie in arrays.
     """
 
     exact: ClassVar[bool] = True
+    any_layout: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -159,6 +162,8 @@ class Merge:
 class Average(Merge):
     """The mean over all devices: the gradient of the whole batch, if the loss is a mean over examples."""
 
+    any_layout = True
+
     def merge(self, gradient: Any, kept: Kept, devices: Devices) -> tuple[Any, Kept]:
         """The mean."""
         return devices.mean(gradient), kept
@@ -171,6 +176,8 @@ class Average(Merge):
 
 class Sum(Merge):
     """The sum over all devices: the gradient of the whole batch, if the loss is a sum over examples."""
+
+    any_layout = True
 
     def merge(self, gradient: Any, kept: Kept, devices: Devices) -> tuple[Any, Kept]:
         """The sum."""
@@ -204,6 +211,7 @@ class Bucketed(Merge):
         expect_count(self.bytes, "Bucketed: bytes", of="a number such as 25 * 2**20")
         expect_way("Bucketed", self.inner)
         object.__setattr__(self, "exact", self.inner.exact)
+        object.__setattr__(self, "any_layout", self.inner.any_layout)
 
     def init(self, gradient: Any) -> Kept:
         """The state that the inner strategy keeps."""
@@ -265,17 +273,17 @@ def _merged(
         builder.carry(f"{group[0].name}/{name}", _begin(strategy, name, like), "init", Placement.PER_REPLICA)
         for name in kinds
     ]
-    shapes = [g.shape for g in group]
 
-    def merge(*values: Any) -> list[Any]:
-        gradients, states = values[: len(group)], dict(zip(kinds, values[len(group) :], strict=True))
-        vector = gradients[0] if len(group) == 1 else _joined(gradients)
-        result, following = strategy.merge(vector, states, devices)
-        return [*_parts(result, shapes), *(following[name] for name in kinds)]
+    def merge(gradients: Sequence[Any], *states: Any) -> list[Any]:
+        vector = gradients[0] if len(gradients) == 1 else _joined(gradients)
+        result, following = strategy.merge(vector, dict(zip(kinds, states, strict=True)), devices)
+        return [*_parts(result, [g.shape for g in gradients]), *(following[name] for name in kinds)]
 
-    inputs = [*group, *kept]
+    body = body_over(merge, [g.aval for g in group], *(v.aval for v in kept))
+    if len(group) == 1 or not strategy.any_layout:
+        body.collected = None
     names = [f"{strategy.name}({g.name})" for g in group]
-    return builder.add(strategy.name, inputs, names, merge, replaces=kept)[: len(group)]
+    return builder.add(strategy.name, [*group, *kept], names, body, replaces=kept)[: len(group)]
 
 
 def expect_way(what: str, merge: object) -> None:

@@ -199,3 +199,16 @@ def _stacks(eqn: Any) -> bool:
     """Whether a ``broadcast_in_dim`` adds a first axis of length 1, no more."""
     operand = eqn.invars[0]
     return not isinstance(operand, jex.Literal) and eqn.params["shape"] == (1, *operand.aval.shape)
+
+
+def only_exchange(eqns: Iterable[Any]) -> bool:
+    """Whether all that equations do beside computing is to exchange numbers among devices.
+
+    >>> import jax
+    >>> def printing(x):
+    ...     jax.debug.print("{}", x)
+    >>> [only_exchange(jax.make_jaxpr(f)(1.0).jaxpr.eqns) for f in (jax.numpy.sin, printing)]
+    [True, False]
+    """
+    effects = {type(effect).__name__ for eqn in eqns for effect in eqn.effects}
+    return effects <= {"NamedAxisEffect"}

@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from onward.core.jaxprs.devices import only_exchange
 from onward.core.marks import FETCH, STACK, STORE, UNSTACK, gradient_type
 from onward.core.program import Op, Program, Variable
 from onward.core.walk import consumers, producers
@@ -128,7 +129,7 @@ class _Colours:
 def _may_join(op: Op) -> bool:
     if op.made_by not in (Pass.UPDATE, Pass.COLLECTIVE) or op.body.collected is not None:
         return False
-    return bool(op.inputs) and not op.body.has_effects and not is_stack(op) and not is_rows(op)
+    return bool(op.inputs) and only_exchange(op.body.equations) and not is_stack(op) and not is_rows(op)
 
 
 def _moved_by_itself(program: Program) -> set[Op]:

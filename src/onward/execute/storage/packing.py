@@ -13,6 +13,7 @@ from jax import lax
 
 from onward.core.jaxprs.body import Body, Collected, body_of
 from onward.core.jaxprs.equations import Type
+from onward.core.jaxprs.tracing import along
 from onward.core.marks import STACK
 from onward.core.names import Names
 from onward.core.program import Op, Program, Variable
@@ -37,8 +38,9 @@ def packed(program: Program, storage: Storage, outputs: Sequence[Variable]) -> P
         outputs: Variables of the Program.
     """
     packing = _Packing(program, storage)
-    for unit in _ordered(program, packing.chosen()):
-        packing.append(unit)
+    with along(program.replicas):
+        for unit in _ordered(program, packing.chosen()):
+            packing.append(unit)
     changed = [b for b in packing.buffers if any(v in program.next_state for v in packing.members[b])]
     following = {b.variable: packing.following(b) for b in changed}
     found = tuple(map(packing.value, outputs))
@@ -86,8 +88,9 @@ class _Packing:
                 self.stacks[self.members[buffer]] = buffer.variable
 
     def chosen(self) -> list[Family]:
-        """The families to run as one op: those that, or whose neighbours, are stored as stacks."""
-        known = {frozenset(column) for column in self.stacks}
+        """The families to run as one op: those that, or whose neighbours, are stored or made as stacks."""
+        made = (op.outputs for op in self.program.ops if is_rows(op))
+        known = {frozenset(column) for column in (*self.stacks, *made)}
         found = [
             self.in_order(family)
             for together in components(families_of(self.program))
