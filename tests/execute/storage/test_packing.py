@@ -236,3 +236,52 @@ def test_names_of_buffers() -> None:
     assert pattern_of(["x1", "x"]) == "x*"
     assert pattern_of(["xx", "x"]) == "x*"
     assert pattern_of(["xw", "w"]) == "*w"
+
+
+def doubled(x: Any) -> np.ndarray:
+    return np.asarray(x) * 2
+
+
+class Asked(ow.merge.Merge):
+    """A strategy that asks the host, which knows nothing of stacks."""
+
+    def merge(self, gradient: Any, kept: Any, devices: ow.merge.Devices) -> tuple[Any, Any]:
+        return jax.pure_callback(doubled, gradient, devices.mean(gradient)), kept
+
+
+class Halved(ow.merge.Merge):
+    """A strategy that looks at its gradient as a whole."""
+
+    def merge(self, gradient: Any, kept: Any, devices: ow.merge.Devices) -> tuple[Any, Any]:
+        largest = jnp.max(jnp.abs(gradient))
+        return devices.mean(jnp.where(jnp.abs(gradient) > largest / 2, gradient, 0.0)), kept
+
+
+MERGES = {
+    "average": (ow.merge.Average(), 3),  # the loss is the third
+    "sum": (ow.merge.Sum(), 3),
+    "one bucket": (ow.merge.Bucketed(), 1),
+    "buckets that cut stacks": (ow.merge.Bucketed(5 * 4 * SIZE), None),
+    "each as a whole": (Halved(), 2),
+    "each by the host": (Asked(), 2 * LAYERS),
+    "a bucket as a whole": (ow.merge.Bucketed(inner=Halved()), 1),
+}
+
+
+@pytest.mark.parametrize("name", MERGES)
+def test_gradients_of_rolled_layers_are_merged_as_stacks(name: str) -> None:
+    merge, count = MERGES[name]
+    optimizer = ow.Adam(0.1) if merge.is_sum else ow.Adam(0.1, rules=[ow.ClipByGlobalNorm(0.5)])
+    x = jnp.concatenate([X, 2 * X, 3 * X, 4 * X])
+    program = ow.replicate(optimizer.minimize(loss, parameters(), x), 2, merge)
+    rolled, plain = ow.compile(program, roll=True), ow.compile(program, roll=False, tune=False)
+    kinds = count_of(rolled.plan().compiled)
+    if count is not None:
+        assert kinds[merge.name] == count
+    if name in ("average", "sum", "one bucket"):
+        assert kinds["row"] == kinds["stack"] == 0
+    states = [step.init(parameters()) for step in (rolled, plain)]
+    for _ in range(3):
+        states = [step(state, x)[0] for step, state in zip((rolled, plain), states, strict=True)]
+    for a, b in zip(*(jax.tree.leaves(s.parameters) for s in states), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6)

@@ -96,6 +96,7 @@ class _Packing:
             for together in components(families_of(self.program))
             if any(frozenset(column) in known for f in together for column in f.columns)
             for family in together
+            if _runs_over_rows(family)
         ]
         self.columns = [column for family in found for column in family.columns]
         return found
@@ -184,7 +185,7 @@ class _Packing:
             for i, (v, varies) in enumerate(zip(first.inputs, family.varies, strict=True))
         )
         outputs = tuple(map(self.laid, family.results))
-        body = _over_rows(first.body, family.varies, count)
+        body = _over_rows(first.body, family.varies, count)  # as _runs_over_rows has made it
         self.ops.append(replace(first, inputs=inputs, outputs=outputs, body=body, of=None, primal=None))
 
     def stack_of(self, members: tuple[Variable, ...]) -> Variable:
@@ -267,6 +268,15 @@ def _ordered(program: Program, families: Sequence[Family]) -> list[Unit]:
         stuck = {unit for unit in units if waiting[unit]}
         return _ordered(program, [family for family in families if family not in stuck])
     return found
+
+
+def _runs_over_rows(family: Family) -> bool:
+    """Whether what its members do can be done to the rows of a stack at once; not a callback, as a rule."""
+    try:
+        _over_rows(family.ops[0].body, family.varies, len(family.ops))
+    except (NotImplementedError, ValueError):
+        return False
+    return True
 
 
 def _members(unit: Unit) -> tuple[Op, ...]:
