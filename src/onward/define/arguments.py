@@ -202,15 +202,15 @@ def _traced_again(
 
 def _whole(changed: Sequence[str], data: Sequence[Specification]) -> str:
     """In words, that some of what is cut may hold no examples."""
-    if len(changed) > 1:
-        return (
-            " If one of them holds no examples, and is as long as the batch by chance, say that it goes "
-            "whole: whole=[its name]."
-        )
     if sum(len(s.arrays) for s in data) == 1:
         return ""
     name, _, below = changed[0].partition("/")
+    pattern = repr(f"{name}/*" if below else name)
+    first = f" {changed[0]} is taken for the batch, as the first of the data. If it holds no examples"
+    by_chance = ""
+    if len(changed) > 1:
+        by_chance = " If another of them is only as long by chance, say that of it."
     return (
-        f" If {changed[0]} holds no examples, as the weights of another network, say that it goes whole: "
-        f"whole=[{(f'{name}/*' if below else name)!r}]. The next array is taken for the batch then."
+        f"{first}, as the weights of another network, let the batch come before it, or say that it goes "
+        f"whole: whole=[{pattern}]. The next array is taken for the batch then.{by_chance}"
     )
