@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import jax
 
 from onward.core.errors import GraphError, RecipeError
-from onward.core.program import Program
+from onward.core.program import Op, Program
+from onward.core.words import Pass
 from onward.develop.fence import fence, worth_fencing
 from onward.develop.fission.fission import fission, fissions
 from onward.develop.recompute.lean import lean
@@ -24,6 +25,11 @@ from onward.develop.rewrite.formulations import reformulated, reformulated_ops
 from onward.develop.roll.roll import roll as rolled
 from onward.develop.roll.roll import roll_where_worth, rolls_of
 from onward.develop.stored import stored_values
+
+_IN_ORDER = (
+    "compile: roll=True, and {op!r} keeps one vector of several gradients in the order in which the backward "
+    "pass of {name!r} makes them; rolled it makes them in another. Roll first: replicate(roll(program), n)."
+)
 
 
 @dataclass(frozen=True)
@@ -108,6 +114,10 @@ def _rolled(program: Program, fetch: Sequence[str], tune: bool, roll: bool | Non
         return program, f"recomputed: print(recomputed(program)) tells what{loops}"
     if rolls_of(program):
         return program, _words(program)
+    if (op := next((op for op in program.ops if _keeps_a_vector(program, op)), None)) is not None:
+        if roll:
+            raise GraphError(_IN_ORDER.format(op=op.type, name=program.name))
+        return program, f"not rolled: {op.type} keeps one vector of several gradients, in their order"
     if roll:
         result = rolled(program, keep=fetch)
         return result, _words(result)
@@ -120,6 +130,16 @@ def _rolled(program: Program, fetch: Sequence[str], tune: bool, roll: bool | Non
     except (GraphError, RecipeError) as error:
         return program, f"not rolled: {error}"
     return result, _words(result) if verdict else f"not rolled: {verdict.reason}"
+
+
+def _keeps_a_vector(program: Program, op: Op) -> bool:
+    """Whether devices keep something of several gradients together, laid out as the backward pass makes them.
+
+    Rolled, it makes them in another order, and the State would be another one.
+    """
+    if op.made_by is not Pass.COLLECTIVE or not {*program.next_state.values()}.intersection(op.outputs):
+        return False
+    return len({g for _, g in program.gradients}.intersection(op.outputs)) > 1
 
 
 def _counted(found: Counter[str]) -> str:

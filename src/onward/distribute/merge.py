@@ -115,6 +115,8 @@ class Merge:
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
+        if "merge" in vars(cls) and "any_layout" not in vars(cls):  # what its base says is of another merge
+            cls.any_layout = False
         dataclass(frozen=True)(cls)
 
     def init(self, gradient: Any) -> Kept:
@@ -211,7 +213,8 @@ class Bucketed(Merge):
         expect_count(self.bytes, "Bucketed: bytes", of="a number such as 25 * 2**20")
         expect_way("Bucketed", self.inner)
         object.__setattr__(self, "exact", self.inner.exact)
-        object.__setattr__(self, "any_layout", self.inner.any_layout)
+        is_inner = type(self).merge is Bucketed.merge
+        object.__setattr__(self, "any_layout", is_inner and self.inner.any_layout)
 
     def init(self, gradient: Any) -> Kept:
         """The state that the inner strategy keeps."""

@@ -162,6 +162,27 @@ def test_replicated() -> None:
         np.testing.assert_allclose(other[name], one[name], rtol=2e-5, atol=1e-6, err_msg=name)
 
 
+def test_gradients_that_keep_one_vector_are_not_rolled() -> None:
+    x = jnp.concatenate([X, 2 * X, 3 * X, 4 * X])
+    program = ow.Adam(0.1).minimize(loss, parameters(12), x)
+    kept = ow.replicate(program, 2, ow.merge.Bucketed(inner=ow.merge.TopK(0.5)))
+    steps = [ow.compile(kept), ow.compile(kept, tune=False)]
+    assert "not rolled: bucketed keeps one vector of several gradients, in their order" in str(
+        steps[0].plan()
+    )
+    with pytest.raises(ow.GraphError, match=r"in another\. Roll first: replicate\(roll\(program\), n\)"):
+        ow.compile(kept, roll=True)
+    states = [step.init(parameters(12)) for step in steps]
+    for _ in range(2):
+        states = [step(state, x)[0] for step, state in zip(steps, states, strict=True)]
+    for name in states[0]:
+        np.testing.assert_allclose(states[0][name], states[1][name], rtol=2e-5, atol=1e-6, err_msg=name)
+    first = ow.compile(ow.replicate(ow.roll(program), 2, ow.merge.Bucketed(inner=ow.merge.TopK(0.5))))
+    state, _ = first(first.init(parameters(12)), x)
+    assert "rolled: 12 layers" in str(first.plan())
+    assert np.asarray(state["grad(layers/0/b)/error"]).any()
+
+
 def test_families_tell_apart_what_is_related_otherwise() -> None:
     """Mean and variance have one shape and one rule keeps both, and are not of one family."""
     program = ow.guard(ow.Adam(0.01).minimize(loss, parameters(), X), "skip")
@@ -249,12 +270,16 @@ class Asked(ow.merge.Merge):
         return jax.pure_callback(doubled, gradient, devices.mean(gradient)), kept
 
 
-class Halved(ow.merge.Merge):
+class Halved(ow.merge.Average):
     """A strategy that looks at its gradient as a whole."""
 
     def merge(self, gradient: Any, kept: Any, devices: ow.merge.Devices) -> tuple[Any, Any]:
         largest = jnp.max(jnp.abs(gradient))
         return devices.mean(jnp.where(jnp.abs(gradient) > largest / 2, gradient, 0.0)), kept
+
+    @property
+    def name(self) -> str:
+        return "halved"
 
 
 MERGES = {
