@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from benchmarks import accumulate_time, by_hand, harness, models, quiet, report, slowed, update_time
+from benchmarks import accumulate_time, budget_time, by_hand, harness, models, quiet, report, slowed, update_time
 from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.by_hand import Case
 from benchmarks.contest import check_agreement, contest
@@ -81,7 +81,7 @@ ONE_CONVOLUTION = {"channels": (2,), "size": 4, "batch": 2}
 
 @pytest.fixture
 def few_arrays_are_trained(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a transformer without layers two; of an MLP the last layer, of a deep one all, by SGD.
+    """Of a transformer without layers two; of an MLP the last layer, of a deep one all, by SGD; of a GPT attention.
 
     Half of the time went into Adam. A transformer that has a layer is among those of other libraries.
     """
@@ -95,6 +95,16 @@ def few_arrays_are_trained(monkeypatch: pytest.MonkeyPatch) -> None:
         loss, params, data = mlp(*args, **sizes)
         return Model(lambda p, *batch: loss([*params[:-1], *p], *batch), params[-1:], data)
 
+    def attentive(heads: int, attention: Any, x: jax.Array, layer: dict[str, jax.Array]) -> jax.Array:
+        return x + attention(*jnp.split((x @ layer["qkv"])[:, :, None], 3, -1))[:, :, 0] @ layer["out"]
+
+    def narrow(size: Any) -> Any:
+        found = whole(size)
+        return {**found, "layers": [{name: x[name] for name in ("qkv", "out")} for x in found["layers"]]}
+
+    whole = budget_time._params
+    monkeypatch.setattr(budget_time, "_block", attentive)
+    monkeypatch.setattr(budget_time, "_params", narrow)
     mlp, transformer, deep, cnn = models.mlp, models.transformer, "100-layer MLP", "CNN, Momentum"
     monkeypatch.setattr(models, "mlp", last)
     monkeypatch.setattr(models, "transformer", few)
