@@ -15,7 +15,7 @@
 #
 # A deep network takes long to compile, and a large one does not fit. What helps are transforms of the graph: roll,
 # recompute, accumulate, mixed precision. None of them touches the model. Here each is measured on a transformer of
-# 16 blocks, beside the same training step written by hand with `jax.jit`. The picture at the end shows the time to
+# 8 blocks, beside the same training step written by hand with `jax.jit`. The picture at the end shows the time to
 # compile and the memory that each of them takes.
 
 # %%
@@ -35,7 +35,7 @@ import onward as ow
 # It reads a digit as a text of 64 words, each one of 17 greys. Plain JAX, with a Python loop over the blocks.
 
 # %%
-BLOCKS, WIDTH, BATCH = 16, 32, 16
+BLOCKS, WIDTH, BATCH = 8, 32, 16
 digits = load_digits()
 texts = digits.images.reshape(-1, 64).astype(np.int32)
 batch = texts[:BATCH], digits.target[:BATCH].astype(np.int32)
@@ -124,7 +124,7 @@ as_written
 # %% [markdown]
 # ## Roll and recompute
 #
-# `roll` finds the run of ops that repeats, 16 times, and makes it one loop over stacked parameters. A loop takes as
+# `roll` finds the run of ops that repeats, 8 times, and makes it one loop over stacked parameters. A loop takes as
 # long to compile as one block. `recompute` keeps less for the backward pass, and computes the rest again where it is
 # needed. On a CPU `compile` does both where they gain something, as here; `roll(program)` and
 # `recompute(program, budget=...)` are the same by your own choice. What is measured is all that `compile` does.

@@ -19,7 +19,13 @@ from onward.core.meshes import parameters_of
 from onward.core.program import Program, Variable
 from onward.core.words import some
 from onward.execute.pinned import is_pinned, pinned, pinned_names
-from onward.execute.processes import gathered, is_split_over_processes, put_by_all, reading_whole
+from onward.execute.processes import (
+    gathered,
+    is_split_over_processes,
+    lies_in_a_stage,
+    put_by_all,
+    reading_whole,
+)
 
 Lying = tuple[Sharding | None, ...]
 
@@ -109,8 +115,10 @@ def fed_by_all(program: Program, data: Sequence[Any], homes: Lying) -> Sequence[
 
 
 def beside(known: Any, value: Any) -> Any:
-    """A new value of a Variable where its old one was put."""
+    """A new value of a Variable where its old one was put, if every process can say so."""
     is_put = _is_put(known) and known.is_fully_addressable and known.ndim == value.ndim
+    if is_put and lies_in_a_stage(known):  # one process has all of its devices, the others none
+        return value
     return jax.device_put(value, known.sharding) if is_put else value
 
 
