@@ -17,7 +17,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from benchmarks import accumulate_time, budget_time, by_hand, harness, models, quiet, report, slowed, update_time
+from benchmarks import (
+    accumulate_time,
+    budget_time,
+    by_hand,
+    harness,
+    models,
+    quiet,
+    report,
+    slowed,
+    update_time,
+)
 from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.by_hand import Case
 from benchmarks.contest import check_agreement, contest
@@ -81,9 +91,9 @@ ONE_CONVOLUTION = {"channels": (2,), "size": 4, "batch": 2}
 
 @pytest.fixture
 def few_arrays_are_trained(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a transformer without layers two; of an MLP the last layer, of a deep one all, by SGD; of a GPT attention.
+    """Of a transformer without layers two; of an MLP the last layer, of a deep one all, by SGD.
 
-    Half of the time went into Adam. A transformer that has a layer is among those of other libraries.
+    A GPT within a budget has attention alone. Half of the time went into Adam. A transformer that has a layer is among those of other libraries.
     """
 
     def few(**sizes: Any) -> Model:

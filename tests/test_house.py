@@ -35,7 +35,8 @@ def test_formatter():
 
 
 def test_type_checker():
-    run("mypy")
+    """Where mypy has no cache, it writes none: that is a fifth of its time."""
+    run("mypy", *([] if (ROOT / ".mypy_cache").exists() else ["--cache-dir=/dev/null"]))
 
 
 def test_readme_code_runs_and_prints_what_it_shows(capsys):

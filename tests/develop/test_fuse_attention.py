@@ -362,6 +362,17 @@ RULED = (
 )
 SPELLINGS |= {f.__name__: f for f in RULED}
 
+# The same in other words: what JAX gives is computed for one of them.
+ALIKE = {
+    **dict.fromkeys(("matmul", "divided_at_the_end", "ruled_out_by_a_mask"), "einsum"),
+    **dict.fromkeys(("softmax_by_hand", "without_largest", "by_logsumexp"), "by_log_softmax"),
+    **dict.fromkeys(("two_masks", "masks_multiplied", "masks_multiplied_to_dismiss"), "rows_without_a_key"),
+    "ruled_out_by_either": "rows_without_a_key",
+    "groups_in_the_places": "groups",
+    "of_jax": "exponentials_chosen",
+    "dropped_by_select": "dropped",
+}
+
 
 def numbers():
     rng = np.random.default_rng(0)
@@ -394,11 +405,13 @@ def test_every_spelling_is_one_op_and_gives_what_jax_gives(x64):
         elif f in RULED and [found.share for found in ow.graph.attentions_of(fused)] != [3 / 4]:
             faults[name] = "is computed whole"
         cases[name] = (jax.value_and_grad(lambda w, x, m, run=run: run([w], [x, m])[0], (0, 1)), w, x, mask)
-        wanted[name] = (jax.value_and_grad(loss_of(f), (0, 1)), w, x, mask)
+        if name not in ALIKE:
+            wanted[name] = (jax.value_and_grad(loss_of(f), (0, 1)), w, x, mask)
     found, expected = at_once(cases, faults), at_once(wanted, faults)
     for name in found:
         bound = 1e-6 if name.startswith("of_jax") or name == "dropped_low" else 1e-13
-        for a, b in zip(jax.tree.leaves(found[name]), jax.tree.leaves(expected[name]), strict=True):
+        theirs = expected[ALIKE.get(name, name)]
+        for a, b in zip(jax.tree.leaves(found[name]), jax.tree.leaves(theirs), strict=True):
             if not np.abs(a - b).max() <= bound * np.abs(b).max():
                 faults[name] = f"{a} is not {b}"
     expect_no(faults)
