@@ -93,7 +93,8 @@ ONE_CONVOLUTION = {"channels": (2,), "size": 4, "batch": 2}
 def few_arrays_are_trained(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a transformer without layers two; of an MLP the last layer, of a deep one all, by SGD.
 
-    A GPT within a budget has attention alone. Half of the time went into Adam. A transformer that has a layer is among those of other libraries.
+    A GPT within a budget has attention alone. Half of the time went into Adam. A transformer that has a layer
+    is among those of other libraries.
     """
 
     def few(**sizes: Any) -> Model:
