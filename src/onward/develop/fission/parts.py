@@ -3,23 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import IntEnum
 from functools import cached_property
 
+from jax import lax
+
+from onward.core.builder import op_of
 from onward.core.cost import size
+from onward.core.jaxprs.products import reading_before
+from onward.core.names import Names
+from onward.core.primitives.table import of
 from onward.core.primitives.traits import Linear, Moves
 from onward.core.program import Op, Variable
 from onward.core.turn import ScanTurn
 from onward.core.variable import limits_of
 from onward.core.walk import consumers, producers
-from onward.develop.fission.turned import reads_turned, with_turned_weights
-from onward.develop.fission.waits import Waits, factors, stays, waits_of
+from onward.core.words import Pass
 
 _ALLOWANCE = 64 * 2**20  # bytes that may be stacked in any case
 _TIMES = 4
 """So many times as large as what a turn stacks for it must a matrix be. With an LSTM (64 turns, one core of a
 CPU) a step took 0.87 of its time where the weights are 4 times as large (32 rows, 128 wide), 0.56 at 32 times
 (8 rows, 256 wide) and 0.85 at 8 times; 1.2 at 2 times, and 1.25 at a half (256 rows, 128 wide)."""
+_ROWS = range(4, 65)  # of the other operand: fewer and more gain nothing
+_LARGEST = 64 * 2**20  # bytes of a weight, of which there are two then
+"""A product reads its left operand along the last axis, its right one along the first. Where a loop has a
+weight the other way round, as the gradient of ``h @ w`` has, XLA's CPU compiler turns it in every turn, which
+for few rows can cost more than the product: at 4 rows 0.35 to 0.6 of the time of a loop is left, at 16 rows
+0.7 to 0.9, at 128 all of it (weights of 128 x 512 to 512 x 512, two cores, jax 0.10 and 0.12)."""
+
+
+class Waits(IntEnum):
+    """The latest of all that a value of a turn is computed of."""
+
+    NOTHING = 0  # only of what is the same in all turns
+    CUT = 1  # of what is cut for each turn as well
+    CARRIED = 2  # of what the turn before has made, or it does more than compute
 
 
 @dataclass(frozen=True)
@@ -64,7 +84,7 @@ class Parts:
     """
 
     def __init__(self, turn: ScanTurn) -> None:
-        self.turn = turn = with_turned_weights(turn)
+        self.turn = turn = _with_turned_weights(turn)
         self.once: list[Variable] = []
         self.early: list[Variable] = []
         self.totals: list[Total] = []
@@ -76,7 +96,7 @@ class Parts:
 
     def __bool__(self) -> bool:
         products = (v for v in self.once if self._makers[v].primitive.is_product)
-        is_turned = bool(self.once) and reads_turned(self.turn)
+        is_turned = bool(self.once) and _reads_turned(self.turn)
         return bool(self.early or self.totals or any(products) or is_turned)
 
     def __str__(self) -> str:
@@ -92,7 +112,7 @@ class Parts:
 
     @cached_property
     def _waits(self) -> Mapping[Variable, Waits]:
-        return waits_of(self.turn)
+        return _waits_of(self.turn)
 
     @cached_property
     def _readers(self) -> Mapping[Variable, Sequence[Op | None]]:
@@ -111,7 +131,7 @@ class Parts:
     def _find_early(self) -> None:
         for op in self.turn.program.ops:
             waits = [self._waits[v] for v in op.inputs]
-            if not op.outputs or stays(op) or Waits.CARRIED in waits:
+            if not op.outputs or _stays(op) or Waits.CARRIED in waits:
                 continue
             if Waits.CUT not in waits:
                 if op.primitive.moves not in (Moves.MAKES, Moves.REPEATS):
@@ -182,7 +202,7 @@ class Parts:
             if op is None or len(self._readers[v]) > 1 or not _holds_sums(v, added):
                 return None
             if op.primitive.is_product:
-                return Term(added, factors(op), op, tuple(tail)) if self._varies(op) else None
+                return Term(added, _factors(op), op, tuple(tail)) if self._varies(op) else None
             if not _is_linear(op):
                 return None
             tail.insert(0, op)
@@ -191,8 +211,91 @@ class Parts:
 
     def _varies(self, op: Op) -> bool:
         """Whether it is a product of two matrices, each turn's own."""
-        pair = factors(op)
+        pair = _factors(op)
         return len(pair) == 2 and Waits.NOTHING not in [self._waits[v] for v in pair]
+
+
+def _waits_of(turn: ScanTurn) -> Mapping[Variable, Waits]:
+    """For each value of a turn, what it waits for."""
+    found = dict.fromkeys((*turn.program.constants, *turn.fixed), Waits.NOTHING)
+    found.update(dict.fromkeys(turn.cut, Waits.CUT))
+    found.update(dict.fromkeys(turn.carried, Waits.CARRIED))
+    for op in turn.program.ops:
+        latest = max((found[v] for v in op.inputs), default=Waits.NOTHING)
+        found.update(dict.fromkeys(op.outputs, Waits.CARRIED if _stays(op) else latest))
+    return found
+
+
+def _stays(op: Op) -> bool:
+    """Whether an op does more than compute, or would be another one for all turns at once."""
+    random = any(of(p).draws or of(p).makes_keys for p in op.body.primitives)
+    return bool(op.body.has_effects or op.body.collectives or op.primitive.is_loop or random)
+
+
+def _factors(op: Op) -> tuple[Variable, ...]:
+    """The operands of a product of matrices, in order; empty if it is something else."""
+    operands = op.body.operands
+    (call,) = op.body.calls
+    plain = call.primitive == "dot_general" and call.params.get("out_sharding") is None
+    return tuple(op.inputs[x] for x in operands if isinstance(x, int)) if plain else ()
+
+
+def _with_turned_weights(turn: ScanTurn) -> ScanTurn:
+    """The loop whose products read weights as they lie: transposes that wait for nothing turn them."""
+    waits, names = _waits_of(turn), Names(turn.program.variables)
+    turned: dict[Variable, Op] = {}
+    ops: list[Op] = []
+    for op in turn.program.ops:
+        for v in dict.fromkeys(op.inputs):
+            if waits[v] is Waits.NOTHING and _rows_beside(op, v, 1) in _ROWS and size(v) <= _LARGEST:
+                new = turned.get(v) or _transpose(v, names, op.made_by)
+                if (product := _reading(op, v, new)) is not None:
+                    op = product
+                    ops += [] if v in turned else [new]
+                    turned[v] = new
+        ops.append(op)
+    return replace(turn, program=replace(turn.program, ops=tuple(ops))) if turned else turn
+
+
+def _reads_turned(turn: ScanTurn) -> bool:
+    """Whether a product reads the transpose of what is the same in all turns, which gains before the loop."""
+    waits, makers = _waits_of(turn), producers(turn.program)
+    return any(
+        waits[v] is Waits.NOTHING
+        and v in makers
+        and makers[v].primitive.moves is Moves.PERMUTES
+        and _rows_beside(op, v, 0) in _ROWS
+        for op in turn.program.ops
+        for v in op.inputs
+    )
+
+
+def _rows_beside(op: Op, v: Variable, across: int) -> int:
+    """The rows that a product multiplies with a matrix, which lies along it, or ``across``; else 0."""
+    pair = _factors(op) if op.primitive.is_product and v.ndim == 2 else ()
+    if len(pair) != 2 or pair.count(v) != 1:
+        return 0
+    (call,) = op.body.calls
+    summed, batched = call.params["dimension_numbers"]
+    side = pair.index(v)
+    natural = 1 - side
+    if any(batched) or tuple(summed[side]) != (natural ^ across,):
+        return 0
+    return int(pair[1 - side].size // max(v.shape[natural ^ across], 1))
+
+
+def _transpose(v: Variable, names: Names, made_by: Pass) -> Op:
+    turned = replace(v, name=names.new(f"{v.name}.T"), shape=v.shape[::-1])
+    return op_of("transpose", [v], [turned], lambda x: [lax.transpose(x, (1, 0))], made_by)
+
+
+def _reading(op: Op, v: Variable, transpose: Op) -> Op | None:
+    """A product that reads the transpose of one of its operands; None where that cannot be."""
+    place, (turned,) = op.inputs.index(v), transpose.outputs
+    back = op_of("transpose", [turned], [v], lambda x: [lax.transpose(x, (1, 0))], op.made_by)
+    body = reading_before(op.body, place, back.body)
+    inputs = (*op.inputs[:place], turned, *op.inputs[place + 1 :])
+    return None if body is None else replace(op, inputs=inputs, body=body)
 
 
 def _holds_sums(v: Variable, added: Variable) -> bool:
