@@ -380,6 +380,93 @@ def test_its_names_are_there_to_be_read():
         assert line in " ".join(text.split())
 
 
+# ---------------------------------------------------------------- between two meetings, to another layout
+
+WAYS = {"local": ow.merge.LocalSGD(3), "diloco": ow.merge.DiLoCo(3, exchange=ow.merge.TopK(0.5))}
+LAYOUTS = {
+    "one device": lambda p: p,
+    "average": lambda p: ow.replicate(p, 2),
+    "sharded": lambda p: ow.replicate(p, DEVICES, ow.Sharded()),
+    "pipeline": lambda p: ow.pipeline(p, stages=2, micro_batches=2),
+}
+
+
+@cache
+def half_way(way, steps=STEPS):
+    step = ow.compile(ow.replicate(program_of(ow.Adam(0.01)), DEVICES, WAYS[way]))
+    state = step.init(FIRST)
+    for batch in BATCHES[:steps]:
+        state, _ = step(state, *batch)
+    return state
+
+
+def kept(state, folder, **more):
+    with ow.Checkpoints(folder) as checkpoints:
+        return checkpoints.save(state, STEPS, **more)
+
+
+def check_mean(restored, state):
+    for name in FIRST:
+        own = np.asarray(state[f"{name}/local"])
+        assert np.ptp(own, 0).any()
+        equal(restored[name], own.mean(0))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_another_layout_goes_on_from_the_mean(way, layout, tmp_path):
+    state = half_way(way)
+    step = ow.compile(LAYOUTS[layout](program_of(ow.Adam(0.01))))
+    restored = step.restore(kept(state, tmp_path))
+    check_mean(restored, state)
+    expected = loss({name: np.asarray(restored[name]) for name in FIRST}, *BATCHES[0])
+    equal(np.mean(step(restored, *BATCHES[0])[1].loss), expected)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_they_met_at_stays_to_the_bit(way, tmp_path):
+    state = half_way(way, 6)
+    restored = ow.compile(program_of(ow.Adam(0.01))).restore(kept(state, tmp_path))
+    for name in FIRST:
+        np.testing.assert_array_equal(restored[name], state[name])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_fewer_devices_that_train_by_themselves_begin_at_the_mean_and_know_the_meeting(way, tmp_path):
+    state = half_way(way)
+    step = ow.compile(ow.replicate(program_of(ow.Adam(0.01)), 2, WAYS[way]))
+    restored = step.restore(kept(state, tmp_path))
+    for name in FIRST:
+        np.testing.assert_array_equal(restored[name], state[name])
+        equal(restored[f"{name}/local"], [np.asarray(state[f"{name}/local"]).mean(0)] * 2)
+
+
+def test_a_checkpoint_from_before_copies_were_noted(tmp_path):
+    state = half_way("local")
+    words = {v.name: str(v.placement) for v in state.layout.variables if v.placement != "replicated"}
+    path = kept({name: state[name] for name in state}, tmp_path, extra={"placements": words})
+    check_mean(ow.compile(program_of(ow.Adam(0.01))).restore(path), state)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_file_holds_the_mean(way, tmp_path):
+    state = half_way(way)
+    training = program_of(ow.Adam(0.01))
+    ow.save(training, tmp_path / "a.step", state)
+    check_mean(ow.load_step(tmp_path / "a.step")[1], state)
+    types = [jax.ShapeDtypeStruct((ROWS, n), "float64") for n in (3, 2)]
+    ow.save(ow.trace(loss, FIRST, *types), tmp_path / "a.model", state)
+    check_mean(ow.load(tmp_path / "a.model"), state)
+
+
+def test_a_state_of_which_a_step_would_leave_the_local_parameters_behind_is_refused():
+    step = ow.compile(ow.replicate(program_of(ow.SGD(0.1)), DEVICES, WAYS["local"]), donate=False)
+    state, _ = step(step.init(FIRST), *BATCHES[0])
+    for program in (program_of(ow.SGD(0.1)), ow.replicate(program_of(ow.SGD(0.1)), DEVICES)):
+        with pytest.raises(ow.StateError, match=r"has '[ab]/local', in which .*restore it here: step.rest"):
+            ow.compile(program, donate=False)(state, *BATCHES[0])
+
+
 # ---------------------------------------------------------------- what is refused
 
 

@@ -522,20 +522,34 @@ def test_local_parameters_begin_with_those_of_the_checkpoint(merge, tmp_path):
     same(np.asarray(trainer["fc_0/w/local"]), np.stack([values["fc_0/w"]] * DEVICES))
 
 
-@pytest.mark.filterwarnings("ignore:.*newly initialized:UserWarning", "ignore:.*not needed here:UserWarning")
-@pytest.mark.parametrize(
-    "merge",
-    [
-        ow.Sharded(),
-        ow.Average(),
-    ],
-    ids=repr,
-)
-def test_slots_of_local_sgd_become_their_mean(merge, tmp_path):
+@pytest.mark.parametrize("merge", [ow.Sharded(), ow.Average()], ids=repr)
+def test_slots_and_parameters_of_local_sgd_become_their_mean(merge, tmp_path):
     values = saved(ow.merge.LocalSGD(3), 4, tmp_path)
-    trainer, _ = restored(merge, 4, tmp_path)
+    trainer, report = restored(merge, 4, tmp_path)
     found = np.asarray(trainer["fc_0/w/velocity"]).ravel()[:6]
     close(found, values["fc_0/w/velocity"].mean(0).ravel())
+    close(trainer["fc_0/w"], values["fc_0/w/local"].mean(0))
+    assert (report.kept, report.left, set(report.merged)) == ((), (), {"fc_0/w", "fc_0/b"})
+    assert "; the mean of what each device had made of them: fc_0/" in str(report)
+    model = ow.Model(network, seed=3)
+    assert set(model.restore(tmp_path).merged) == {"fc_0/w", "fc_0/b"}
+    close(model["fc_0/w"], values["fc_0/w/local"].mean(0))
+
+
+@pytest.mark.parametrize("copied", [False, True], ids=["the model", "a copy"])
+def test_a_model_that_is_saved_between_two_meetings_says_so(copied, tmp_path):
+    trainer = trainer_of(ow.merge.LocalSGD(3))
+    trainer.update(*BATCH)
+    model = trainer.model.copy() if copied else trainer.model
+    for save in (lambda: ow.save(model, tmp_path / "a"), lambda: model.save(tmp_path / "folder")):
+        with pytest.warns(UserWarning, match=r"each has trained its own fc_0/., fc_0/.; the model has"):
+            save()
+    ow.save(trainer.model.topology, tmp_path / "mean", trainer.state)
+    close(ow.load(tmp_path / "mean")["fc_0/w"], np.asarray(trainer["fc_0/w/local"]).mean(0))
+    trainer.update(*BATCH)
+    trainer.update(*BATCH)
+    ow.save(trainer.model, tmp_path / "met")
+    same(ow.load(tmp_path / "met")["fc_0/w"], trainer["fc_0/w/local"][0])
 
 
 @pytest.mark.filterwarnings("ignore:.*newly initialized:UserWarning", "ignore:.*not needed here:UserWarning")

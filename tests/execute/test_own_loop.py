@@ -299,6 +299,35 @@ def test_a_checkpoint_of_a_state_is_that_of_the_step_or_says_what_is_wrong(tmp_p
         step.restore(path, reader=reader())
 
 
+def test_all_that_does_not_fit_is_listed(tmp_path):
+    params = {"a": np.ones(3, "float32"), "b": np.ones((), "float32"), "c": np.ones(2, "float32")}
+    program = ow.SGD(0.1).minimize(lambda p: sum(jnp.sum(x) for x in p.values()), params)
+    step, model = ow.compile(program), ow.Model(program, params)
+    arrays = {"a": np.ones(4, "float32"), "c": np.ones(2, "int32"), "x": np.ones(1), "y": np.ones(1)}
+    with ow.Checkpoints(tmp_path) as checkpoints:
+        path = checkpoints.save(arrays, 1)
+    others = (
+        r"it holds 'a' as float32\[4\] \(the model has float32\[3\]\), 'c' as int32\[2\] \(the model has "
+        r"float32\[2\]\); it holds 'x', 'y', which the model lacks\."
+    )
+    lacking = rf"holds no 'b' \(float32\[\]\), 'step' \(.*\), 'learning_rate' \(float32\[\]\); {others}"
+    with pytest.raises(ow.CheckpointError, match=lacking):
+        step.restore(path)
+    trainer = ow.Trainer(model, ow.SGD(0.1))
+    for target in (model, trainer):
+        with pytest.raises(
+            ow.CheckpointError, match=rf"holds no 'b' \(float32\[\]\); {others}.*Nothing was ch"
+        ):
+            target.restore(path)
+        np.testing.assert_array_equal(model["a"], params["a"])
+    with ow.Checkpoints(tmp_path / "same") as checkpoints:
+        path = checkpoints.save({**arrays, "a": params["a"], "b": params["b"]}, 1)
+    with pytest.raises(
+        ow.CheckpointError, match=r"-1 holds 'c' as int32\[2\] .* lacks\. Nothing was changed"
+    ):
+        model.restore(path)
+
+
 WRONG = {
     "a number": ({"arrays": 5}, "given 5; expected the State that a step returned"),
     "a reader": ({"reader": [X]}, "does not tell where it stands; expected state_dict"),

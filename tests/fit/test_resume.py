@@ -592,7 +592,7 @@ def test_a_network_of_other_parameters_is_refused(half_way, tmp_path, make):
     make = {"narrow": narrow, "other": other}[make]
     trainer = fresh(tmp_path, make=make)
     before = bits(trainer)
-    words = r"holds 'norm/mean' as float32\[6\]; the model has" if make is narrow else r"holds no 'lost/w'"
+    words = r"holds 'norm/mean' as float32\[6\] \(the model has" if make is narrow else r"holds no 'lost/w'"
     with pytest.raises(ow.CheckpointError, match=words):
         trainer.restore()
     assert bits(trainer) == before

@@ -34,8 +34,8 @@ class LocalSGD(Merge):
 
     It sends one ``every``-th of what an average of the gradients sends. The slots of the optimizer stay each
     device's own. ``state.parameters`` are those of the last meeting, ``state["w/local"]`` what each device
-    has made of ``w`` since. What the function returns, and the statistics of batch normalization, are small
-    and merged at every step.
+    has made of ``w`` since; where one device resumes, or a step is saved, ``w`` becomes their mean. What the
+    function returns, and the statistics of batch normalization, are small and merged at every step.
 
     Source: Stich, Local SGD Converges Fast and Communicates Little, 2019, algorithm 1.
 

@@ -14,6 +14,10 @@ from onward.core.structure import Signature
 from onward.core.words import UpdateType
 
 _MAKE_ONE = "Make one with this step's own init."
+_ITS_OWN = (
+    "This State has {copy!r}, in which each device has its own of {parameter!r}; {name} updates "
+    "{parameter!r} alone. {instead}"
+)
 _RESTORE_IT = (
     "If it is of the same training, laid out otherwise (merge=ow.Sharded()), save a checkpoint of it, which "
     "is whole, and restore it here: step.restore(folder). One of another model does not fit."
@@ -97,6 +101,10 @@ class Layout:
             raise StateError(
                 f"This State is not kept as {name} keeps it: {'; '.join(told)}. {instead or _RESTORE_IT}"
             )
+        for v in self.changed:
+            if (copy := other.copies.get(v.name)) is not None and copy not in self.position:
+                words = {"copy": copy, "parameter": v.name, "name": name, "instead": instead or _RESTORE_IT}
+                raise StateError(_ITS_OWN.format(**words))
 
     def whole(self, v: Variable) -> Variable:
         """A Variable as it is over all devices together, as people feed it and see it."""

@@ -16,9 +16,9 @@ from onward.core.errors import ArgumentError, CheckpointError, nearest
 from onward.core.program import Program, Variable
 from onward.core.source import user_level
 from onward.core.structure import describe
-from onward.core.words import Kind, Placement, some
+from onward.core.words import some
 from onward.execute.checkpoint.checkpoints import Checkpoints
-from onward.execute.checkpoint.contents import PLACEMENTS, POSITION
+from onward.execute.checkpoint.contents import POSITION
 from onward.execute.checkpoint.loaded import Checkpoint
 from onward.execute.checkpoint.manifest import MANIFEST
 from onward.execute.fingerprints import differences
@@ -26,6 +26,7 @@ from onward.execute.initialize import initialized
 from onward.execute.layout import Layout
 from onward.execute.loop.reader import move
 from onward.execute.lying import beside
+from onward.execute.saved_values import SavedValues
 from onward.execute.state import State, copied
 
 
@@ -40,6 +41,8 @@ class Restored:
         changed: hyperparameters that are as saved, and that the optimizer is given another value for than it
             was in the training that saved them; what that training itself changed is not among them.
         laid_out: Variables that were saved by another number of devices, and are laid out for these.
+        merged: parameters that are the mean of what each device had made of them since they last met, as in
+            ``LocalSGD``; here the devices have but one.
         differences: a sentence for each of network, optimizer and schedules that is another than it was.
     """
 
@@ -48,6 +51,7 @@ class Restored:
     left: tuple[str, ...]
     changed: tuple[str, ...]
     laid_out: tuple[str, ...] = ()
+    merged: tuple[str, ...] = ()
     differences: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -61,6 +65,8 @@ class Restored:
             parts.append(f"of another type in the checkpoint, newly initialized: {some(of_another_type, 6)}")
         if self.laid_out:
             parts.append(f"laid out for another number of devices: {some(self.laid_out, 6)}")
+        if self.merged:
+            parts.append(f"the mean of what each device had made of them: {some(self.merged, 6)}")
         if self.changed:
             parts.append(
                 "hyperparameters that are as saved, not as given: "
@@ -83,31 +89,26 @@ def matched(state: State, needed: Sequence[Variable], found: Checkpoint) -> tupl
     """The values of the State with those of the checkpoint in their places.
 
     Raises:
-        CheckpointError: a Variable of ``needed`` is not in it, or of another type.
+        CheckpointError: some of ``needed`` are not in it, or of another type; it lists what does not fit.
     """
     layout, variables = state.layout, state.layout.variables
-    known = {v.name: found.arrays[v.name] for v in variables if v.name in found.arrays}
-    was = {name: Placement(word) for name, word in found.extra.get(PLACEMENTS, {}).items()}
-    laid = {
-        v.name: laid_out(known[v.name], v, layout, was.get(v.name, Placement.REPLICATED))
-        for v in variables
-        if v.name in known
-    }
-    fits = {name: value for name, value in laid.items() if value is not None}
-    for v in needed:
-        if v.name not in fits:
-            raise CheckpointError(_misfit(layout.whole(v), found))
+    known, saved = found.arrays, SavedValues.of_checkpoint(found)
+    fits = saved.all_over(layout)
+    _expect_fits(needed, fits, layout, found)
     values = [
         beside(was_there, copied(fits[v.name], v.dtype)) if v.name in fits else state[v]
         for v, was_there in zip(variables, _arrays(state), strict=True)
     ]
     given = {v.name: state[v] for v in layout.hyperparameters}
+    merged = [name for name in fits if saved.merged(name, layout) is not None]
+    used = {*fits, *(own for p, own in saved.copies.items() if p in fits and own not in layout.position)}
     report = Restored(
         taken=tuple(fits),
         kept=tuple(v.name for v in variables if v.name not in fits),
-        left=tuple(name for name in found.arrays if name not in fits),
+        left=tuple(name for name in known if name not in used),
         changed=tuple(n for n, x in given.items() if n in fits and not np.array_equal(x, known[n])),
-        laid_out=tuple(name for name, value in fits.items() if value is not known[name]),
+        laid_out=tuple(n for n, value in fits.items() if value is not known[n] and n not in merged),
+        merged=tuple(merged),
     )
     return values, report
 
@@ -158,18 +159,11 @@ def complete(layout: Layout, found: Checkpoint) -> list[Any]:
     """The values of a layout, all of them from a checkpoint.
 
     Raises:
-        CheckpointError: one is not in it, or of another type.
+        CheckpointError: some are not in it, or of another type; it lists what does not fit.
     """
-    was = {name: Placement(word) for name, word in found.extra.get(PLACEMENTS, {}).items()}
-    values = []
-    for v in layout.variables:
-        value = found.arrays.get(v.name)
-        if value is not None:
-            value = laid_out(value, v, layout, was.get(v.name, Placement.REPLICATED))
-        if value is None:
-            raise CheckpointError(_misfit(layout.whole(v), found))
-        values.append(copied(value, v.dtype))
-    return values
+    fits = SavedValues.of_checkpoint(found).all_over(layout)
+    _expect_fits(layout.variables, fits, layout, found)
+    return [copied(fits[v.name], v.dtype) for v in layout.variables]
 
 
 def _arrays(state: State) -> Sequence[Any]:
@@ -177,32 +171,28 @@ def _arrays(state: State) -> Sequence[Any]:
     return state.buffers if state.storage is None else [None] * len(state.layout.variables)
 
 
-def laid_out(value: Any, v: Variable, layout: Layout, was: Placement = Placement.REPLICATED) -> Any:
-    """A value of a checkpoint over the devices of this layout; None if it is none of this Variable.
+def _expect_fits(
+    needed: Sequence[Variable], fits: Mapping[str, Any], layout: Layout, found: Checkpoint
+) -> None:
+    """Raise ``CheckpointError`` unless all that is needed fits, with everything that does not."""
+    misfits = [layout.whole(v) for v in needed if v.name not in fits]
+    if not misfits:
+        return
+    missing = [v for v in misfits if v.name not in found.arrays]
+    surplus = [repr(name) for name in found.arrays if name not in layout.position]
+    told = []
+    if missing:
+        told.append(f"holds no {some([f'{v.name!r} ({v.type})' for v in missing], 6)}")
+    if others := [_otherwise(v, found.arrays[v.name]) for v in misfits if v not in missing]:
+        told.append(f"holds {some(others, 6)}")
+    if surplus:
+        told.append(f"holds {some(surplus, 6)}, which the model lacks")
+    near = f" {nearest(missing[0].name, found.arrays)}" if len(missing) == 1 else ""
+    raise CheckpointError(f"{found.path} {'; it '.join(told)}.{near} Nothing was changed.")
 
-    ``was`` says how it lay over the devices that saved it. Parts of a slot (``Sharded``) are laid end to end
-    and filled up with zeros, for any number of devices. What each device had for itself (error feedback, the
-    parameters of local SGD) becomes the mean.
-    """
-    whole = layout.whole(v)
-    if value.dtype != v.dtype or np.shape(value) == whole.shape:
-        return value if value.dtype == v.dtype else None
-    if v.kind is not Kind.STATE:
-        return None
-    if was is Placement.PER_REPLICA:
-        value = np.mean(value, 0, dtype=value.dtype) if v.is_float else value[0]
-    if v.placement is Placement.SHARDED:
-        return np.resize(np.pad(np.ravel(value), (0, whole.shape[0])), whole.shape)
-    if was is Placement.SHARDED and np.size(value) >= v.size:
-        value = np.reshape(value[: v.size], v.shape)
-    return np.broadcast_to(value, whole.shape) if np.shape(value) == v.shape else None
 
-
-def _misfit(v: Variable, found: Checkpoint) -> str:
-    value = found.arrays.get(v.name)
-    if value is None:
-        return f"{found.path} holds no {v.name!r} ({v.type}). {nearest(v.name, found.arrays)}"
-    return f"{found.path} holds {v.name!r} as {value.dtype}{list(jnp.shape(value))}; the model has {v.type}."
+def _otherwise(v: Variable, value: Any) -> str:
+    return f"{v.name!r} as {value.dtype}{list(jnp.shape(value))} (the model has {v.type})"
 
 
 def compared(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+import warnings
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from threading import RLock
@@ -11,9 +12,11 @@ from typing import Any, TypeVar
 from onward.core.errors import ArgumentError, ByName, NotPickled, RecipeError
 from onward.core.pointing import Pointing
 from onward.core.program import Program, Variable
+from onward.core.source import user_level
 from onward.core.structure import describe
 from onward.core.transform import transform
 from onward.core.walk import descendants, prune
+from onward.core.words import some
 from onward.define.deferred import Deferred
 from onward.define.lazy import has_lazy
 from onward.define.trace import takes_arguments, trace
@@ -31,6 +34,11 @@ from onward.fit.applied import applied
 T = TypeVar("T")
 
 _TOLD = "told of training"
+_APART = (
+    "Since the devices last met, each has trained its own {names}; the model has the values of that meeting, "
+    "and these are saved. Train until they meet again, a multiple of `every` steps; or save the mean of what "
+    "they have now: onward.save(trainer.model.topology, path, trainer.state)."
+)
 
 
 class Model(ByName, NotPickled, Pointing):
@@ -84,6 +92,7 @@ class Model(ByName, NotPickled, Pointing):
     def _begin(self, topology: Program, values: Mapping[Variable, Any], about: Mapping[str, Any]) -> None:
         self.topology = self._trained = topology
         self.about = about
+        self.apart: Callable[[], Sequence[str]] = tuple
         self.lock = RLock()
         self._made: dict[Any, Any] = {}
         self._together: tuple[State, State] | None = None
@@ -155,7 +164,8 @@ class Model(ByName, NotPickled, Pointing):
         other = type(self).__new__(type(self))
         other.__dict__.update(self.__dict__)
         other.lock = RLock()
-        other.state = self.state.copy()
+        other.state, names = self.state.copy(), self.apart()
+        other.apart = lambda: names
         return other
 
     __copy__ = copy
@@ -175,6 +185,7 @@ class Model(ByName, NotPickled, Pointing):
             >>> print(ow.Model(network, seed=2).restore(folder))
             2 Variables restored
         """
+        self.warn_of_apart()
         state = self.state
         arrays = {v.name: x for v, x in zip(state.layout.variables, state.values, strict=True)}
         with Checkpoints.adding(folder) as store:
@@ -194,9 +205,17 @@ class Model(ByName, NotPickled, Pointing):
             self.publish(State(self.state.layout, values))
         return report
 
-    def publish(self, state: State) -> None:
-        """Exchange all values at once; what reads meanwhile sees the old ones or the new ones, whole."""
-        self.state, self._together = state, None
+    def publish(self, state: State, apart: Callable[[], Sequence[str]] = tuple) -> None:
+        """Exchange all values at once; what reads meanwhile sees the old ones or the new ones, whole.
+
+        ``apart`` names the parameters that devices have trained on, each for itself, since they last met.
+        """
+        self.state, self._together, self.apart = state, None, apart
+
+    def warn_of_apart(self) -> None:
+        """Warn where what is saved lacks the steps that devices made since they last met."""
+        if names := self.apart():
+            warnings.warn(_APART.format(names=some(names, 6)), stacklevel=user_level())
 
     @property
     def test_program(self) -> Program:

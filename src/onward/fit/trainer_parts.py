@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from math import nan
 from os import PathLike
 from typing import Any
@@ -37,6 +37,7 @@ from onward.execute.out import Out
 from onward.execute.pipelined import PipelineStep
 from onward.execute.processes import lies_over_processes, place_among_processes
 from onward.execute.restore import Restored, begun_anew, compared, loaded, matched
+from onward.execute.saved_values import apart
 from onward.execute.state import State
 from onward.execute.step import Step
 from onward.execute.tuning import StepPlan, Tuning
@@ -189,7 +190,8 @@ class TrainerParts(ByName, NotPickled, Pointing):
     def take(self, state: State) -> None:
         """Go on from this State of the training Program."""
         self._state = state
-        self.model.publish(state.part(self.model.state.layout))
+        own = partial(apart, state) if state.layout.copies else tuple
+        self.model.publish(state.part(self.model.state.layout), own)
         self._taken = self.model.state
 
     @property

@@ -16,6 +16,7 @@ from onward.execute.loop.reader import position_of
 from onward.execute.state import State
 
 PLACEMENTS = "placements"  # under which a checkpoint says how what is not replicated lies over the devices
+COPIES = "copies"  # under which it says where each device has its own of a parameter
 POSITION = "position"  # of the reader
 KEY = "(random key of the loop)"
 HISTORY = "(history of the loop)"
@@ -32,8 +33,9 @@ def contents(
         StateError: a State that was given to a step.
     """
     arrays, extra = _arrays(given), dict(extra)
-    if isinstance(given, State) and (placed := placements(given)):
-        extra[PLACEMENTS] = placed
+    if isinstance(given, State):
+        placed = {PLACEMENTS: placements(given), COPIES: dict(given.layout.copies)}
+        extra |= {key: named for key, named in placed.items() if named}
     if reader is not None:
         extra[POSITION] = position_of(reader)
     if key is not None:

@@ -58,7 +58,8 @@ def save(
         what: a Model, or a step that ``compile`` returned; or a Program, forward or training.
         path: the file, such as ``"trained.model"``.
         state: the State of a step or a Program; a Model has its own. It may be that of the same training on
-            several devices, whose parts are put together.
+            several devices, whose parts are put together; of parameters of which each device has its own, the
+            mean.
         batch: the lengths of batches that it should take. None: any; a network that cannot be traced without
             knowing the length takes the one it was traced with, and 1 where it answers and does not train,
             and a warning says so.
@@ -132,6 +133,7 @@ def _taken(what: Any, state: State | None, trainable: bool) -> tuple[Program, di
         if state is not None:
             raise ArgumentError("save was given a Model and a State; a Model has its own: save(model, path).")
         what.warn_of_training()
+        what.warn_of_apart()
         current = what.state
         more = what.topology.state if trainable else ()
         kept = {v.name: v for v in (*what.test_program.state, *more)}
