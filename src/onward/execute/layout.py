@@ -14,10 +14,6 @@ from onward.core.structure import Signature
 from onward.core.words import UpdateType
 
 _MAKE_ONE = "Make one with this step's own init."
-_ITS_OWN = (
-    "This State has {copy!r}, in which each device has its own of {parameter!r}; {name} updates "
-    "{parameter!r} alone. {instead}"
-)
 _RESTORE_IT = (
     "If it is of the same training, laid out otherwise (merge=ow.Sharded()), save a checkpoint of it, which "
     "is whole, and restore it here: step.restore(folder). One of another model does not fit."
@@ -103,8 +99,10 @@ class Layout:
             )
         for v in self.changed:
             if (copy := other.copies.get(v.name)) is not None and copy not in self.position:
-                words = {"copy": copy, "parameter": v.name, "name": name, "instead": instead or _RESTORE_IT}
-                raise StateError(_ITS_OWN.format(**words))
+                raise StateError(
+                    f"This State has {copy!r}, in which each device has its own of {v.name!r}; {name} "
+                    f"updates {v.name!r} alone. {instead or _RESTORE_IT}"
+                )
 
     def whole(self, v: Variable) -> Variable:
         """A Variable as it is over all devices together, as people feed it and see it."""
