@@ -1,13 +1,14 @@
 """Whether a Program that was traced with symbols for lengths does what it does with numbers.
 
 A function may ask how long its batch is, and a symbol answers some questions wrongly in silence: it is equal
-to no number. So the ops of both traces are compared, and where they differ, the numbers that both compute:
-those of the few ops that differ, and if these are not equal, those of the whole.
+to no number. So the ops of both traces are compared, for the lengths for which the answer is another one,
+and where they differ, the numbers that both compute: those of the few ops that differ, and if these are not
+equal, those of the whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,8 +22,11 @@ from onward.core.lower import lower
 from onward.core.program import Op, Program, Variable
 from onward.serve.export.executable import loaded, reads_of
 from onward.serve.export.facts import PairedPrograms, paired
+from onward.serve.export.questions import Question, heard
 from onward.serve.export.replay import Replay
 from onward.serve.export.writing import Writing
+
+_MOST_ASKED = 16
 
 
 def expect_same(
@@ -31,11 +35,13 @@ def expect_same(
     replay: Replay,
     symbols: Mapping[str, Any],
     values: Mapping[str, Any],
+    questions: Sequence[Question],
 ) -> None:
-    """Raise ``ArgumentError`` unless it agrees with traces for the length that it had, the next one, and 1.
+    """Raise ``ArgumentError`` unless it agrees with traces for the lengths that may be treated otherwise.
 
-    For the length that it had the whole is compared. For others the forward pass and, where an op in it
-    differs, the derivative of that: the rest is derived of these ops, if by nothing that asks for lengths.
+    These are the length that it had, the next one, 1, and those for which it asks. For the first the whole
+    is compared. For others the forward pass and, where an op in it differs, the derivative of that: the rest
+    is derived of these ops, if by nothing that asks for lengths.
 
     Args:
         known: the Program for the length that it had.
@@ -43,19 +49,51 @@ def expect_same(
         replay: gives the Program for lengths by the names of their symbols.
         symbols: what stands for the lengths.
         values: the state by name, which numbers are computed from.
+        questions: what the function asked of the symbols.
     """
     traced = dict(writing.sizes)
     _expect_same(known, writing, traced, values)
-    longer = {n: size + 1 for n, size in traced.items()}
+    longer, alone = {n: size + 1 for n, size in traced.items()}, dict.fromkeys(traced, 1)
     free = replay.forward(symbols) if replay.is_told_by_forward else None
-    for sizes in (longer, dict.fromkeys(traced, 1)):
+    known_to_agree = [traced]
+    for sizes, line in ((longer, ""), (alone, ""), *_asked(replay, symbols, traced, questions)):
+        if sizes in known_to_agree:
+            continue
+        known_to_agree.append(sizes)
         if free is not None:
             forward = _replayed(replay.forward, sizes, sizes is longer)
             if forward is None or _agree_by_parts(forward, free, sizes, derived=True):
                 continue
         program = _replayed(replay.whole, sizes, sizes is longer)
         if program is not None:
-            _expect_same(program, writing, sizes, values)
+            _expect_same(program, writing, sizes, values, line)
+
+
+def _asked(
+    replay: Replay, symbols: Mapping[str, Any], traced: Mapping[str, int], questions: Sequence[Question]
+) -> Iterator[tuple[dict[str, int], str]]:
+    """Sizes for which a question of the function is answered otherwise than by symbols, and its line.
+
+    Where that leaves lengths free, the function is traced once more: what it asks then, it asks only there.
+    """
+    left: list[tuple[dict[str, int], Question]] = [({}, question) for question in questions]
+    seen = list[dict[str, int]]()
+    while left:
+        fixed, question = left.pop(0)
+        yes = question.yes({**traced, **fixed})
+        if yes is None or (fixed := {**fixed, **yes}) in seen:
+            continue
+        if len(seen) == _MOST_ASKED:
+            raise ArgumentError(
+                f"it asks of more than {_MOST_ASKED} lengths how long its batch is ({question.line})"
+            )
+        seen.append(fixed)
+        yield {**traced, **fixed}, question.line
+        rest = {n: symbol for n, symbol in symbols.items() if n not in fixed}
+        if rest:
+            with heard(rest.values()) as further:
+                _replayed(replay.forward, {**symbols, **fixed}, must=False)
+            left += [(fixed, q) for q in further]
 
 
 def _replayed(
@@ -71,11 +109,11 @@ def _replayed(
 
 
 def _expect_same(
-    program: Program, writing: Writing, sizes: Mapping[str, int], values: Mapping[str, Any]
+    program: Program, writing: Writing, sizes: Mapping[str, int], values: Mapping[str, Any], line: str = ""
 ) -> None:
-    """Raise ``ArgumentError`` unless it agrees with the Program for these sizes."""
+    """Raise ``ArgumentError`` unless it agrees with the Program for these sizes, which a line asks for."""
     if not _agree_by_parts(program, writing.program, sizes):
-        _compare(program, writing, values, sizes)
+        _compare(program, writing, values, sizes, line)
 
 
 def are_alike(program: Program, other: Program) -> bool:
@@ -173,7 +211,9 @@ def _part(program: Program, among: Collection[Op], wanted: Sequence[Variable]) -
     )
 
 
-def _compare(program: Program, writing: Writing, values: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
+def _compare(
+    program: Program, writing: Writing, values: Mapping[str, Any], sizes: Mapping[str, int], line: str
+) -> None:
     """Raise ``ArgumentError`` unless both compute the same from the state and some data."""
     wanted, others = ((*p.outputs, *p.next_state.values()) for p in (program, writing.program))
     names = [v.name for v in wanted]
@@ -186,7 +226,7 @@ def _compare(program: Program, writing: Writing, values: Mapping[str, Any], size
             words = ", ".join(f"{symbol} = {size}" for symbol, size in sizes.items())
             raise ArgumentError(
                 f"for {words} the function gives another {name!r} than where it does not know the length: it "
-                "asks how long its batch is"
+                f"asks how long its batch is{f' ({line})' if line else ''}"
             )
 
 

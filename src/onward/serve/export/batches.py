@@ -23,6 +23,7 @@ from onward.develop.batch import WEIGHT, batch_names
 from onward.execute.feeds import data_names
 from onward.serve.export.agreement import expect_same
 from onward.serve.export.executable import exported
+from onward.serve.export.questions import heard
 from onward.serve.export.replay import Replay
 from onward.serve.export.writing import Writing
 
@@ -101,10 +102,11 @@ def _free(program: Program, values: Mapping[str, Any], shapes: Shapes, trainable
             "one; give each length its own name"
         )
     replay = Replay(program, wanted)
-    found = replay.whole(symbols)
+    with heard(symbols.values()) as questions:
+        found = replay.whole(symbols)
     _expect_no_length(found)
     writing = _writing(program, found, sizes, trainable)
-    expect_same(program, writing, replay, symbols, values)
+    expect_same(program, writing, replay, symbols, values, questions)
     return writing
 
 

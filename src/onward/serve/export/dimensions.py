@@ -33,10 +33,19 @@ def evaluated(length: int | str, sizes: Mapping[str, Any]) -> int:
         >>> evaluated("floordiv(b, 2) + 3*b", {"b": 5}), evaluated(7, {})
         (17, 7)
     """
-    value = length if isinstance(length, int) else _value(_parsed(length), sizes)
+    value = length if isinstance(length, int) else valued(length, sizes)
     if isinstance(value, int) and not 0 <= value <= _LARGEST:
         raise ValueError(f"{str(length)[:40]!r} is {value}, which is the length of nothing")
     return value
+
+
+def valued(expression: str, sizes: Mapping[str, Any]) -> Any:
+    """The value of an expression, also one below 0, which no length has.
+
+    >>> valued("b - 5", {"b": 2})
+    -3
+    """
+    return _value(_parsed(expression), sizes)
 
 
 def names_in(length: int | str) -> set[str]:
