@@ -9,6 +9,7 @@ equal, those of the whole.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ from onward.serve.export.replay import Replay
 from onward.serve.export.writing import Writing
 
 _MOST_ASKED = 16
+_MOST_NUMBERS = 2**26
 
 
 def expect_same(
@@ -55,18 +57,22 @@ def expect_same(
     _expect_same(known, writing, traced, values)
     longer, alone = {n: size + 1 for n, size in traced.items()}, dict.fromkeys(traced, 1)
     free = replay.forward(symbols) if replay.is_told_by_forward else None
-    known_to_agree = [traced]
-    for sizes, line in ((longer, ""), (alone, ""), *_asked(replay, symbols, traced, questions)):
-        if sizes in known_to_agree:
+    make, other = (replay.whole, writing.program) if free is None else (replay.forward, free)
+    agreed = [traced]
+    tried = chain([(longer, ""), (alone, "")], _asked(replay, symbols, traced, questions))
+    for sizes, line in ((sizes, line) for sizes, line in tried if sizes not in agreed):
+        agreed.append(sizes)
+        again = _replayed(make, sizes, sizes is longer)
+        if again is None:
             continue
-        known_to_agree.append(sizes)
+        if line:
+            _expect_comparable(again, other, sizes, line)
         if free is not None:
-            forward = _replayed(replay.forward, sizes, sizes is longer)
-            if forward is None or _agree_by_parts(forward, free, sizes, derived=True):
+            if _agree_by_parts(again, free, sizes, derived=True):
                 continue
-        program = _replayed(replay.whole, sizes, sizes is longer)
-        if program is not None:
-            _expect_same(program, writing, sizes, values, line)
+            again = _replayed(replay.whole, sizes, sizes is longer)
+        if again is not None:
+            _expect_same(again, writing, sizes, values, line)
 
 
 def _asked(
@@ -85,7 +91,7 @@ def _asked(
             continue
         if len(seen) == _MOST_ASKED:
             raise ArgumentError(
-                f"it asks of more than {_MOST_ASKED} lengths how long its batch is ({question.line})"
+                f"it asks whether its batch has one of more than {_MOST_ASKED} lengths ({question.line})"
             )
         seen.append(fixed)
         yield {**traced, **fixed}, question.line
@@ -114,6 +120,13 @@ def _expect_same(
     """Raise ``ArgumentError`` unless it agrees with the Program for these sizes, which a line asks for."""
     if not _agree_by_parts(program, writing.program, sizes):
         _compare(program, writing, values, sizes, line)
+
+
+def _expect_comparable(program: Program, free: Program, sizes: Mapping[str, int], line: str) -> None:
+    """Raise ``ArgumentError`` for Programs that are not alike, and too large to be compared by numbers."""
+    largest = max((v.size for op in program.ops for v in op.outputs), default=0)
+    if largest > _MOST_NUMBERS and paired(program, free, sizes).apart:
+        raise ArgumentError(_difference(sizes, "has other ops", line))
 
 
 def are_alike(program: Program, other: Program) -> bool:
@@ -223,11 +236,16 @@ def _compare(
     found = _computed(writing, [*state, *writing.program.constants.values(), *data], [v.name for v in others])
     for name, x, y in zip(names, expected, found, strict=True):
         if x.shape != y.shape or not _close(x, y):
-            words = ", ".join(f"{symbol} = {size}" for symbol, size in sizes.items())
-            raise ArgumentError(
-                f"for {words} the function gives another {name!r} than where it does not know the length: it "
-                f"asks how long its batch is{f' ({line})' if line else ''}"
-            )
+            raise ArgumentError(_difference(sizes, f"gives another {name!r}", line))
+
+
+def _difference(sizes: Mapping[str, int], does: str, line: str) -> str:
+    """How the function is another one for these sizes, and the line that asks for them, if one does."""
+    words = ", ".join(f"{symbol} = {size}" for symbol, size in sizes.items())
+    return (
+        f"for {words} the function {does} than where it does not know the length: it asks how long its batch "
+        f"is{f' ({line})' if line else ''}"
+    )
 
 
 def _computed(writing: Writing, given: Sequence[Any], names: Sequence[str]) -> list[Any]:

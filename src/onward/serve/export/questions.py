@@ -20,10 +20,11 @@ from types import CodeType, FrameType
 from typing import Any
 
 import jax
+import numpy as np
 from jax import export
 
 from onward.core.source import user_line
-from onward.serve.export.dimensions import names_in, valued, written
+from onward.serve.export.dimensions import names_in, valued
 
 _JAX = str(Path(jax.__file__).parent)
 _SEARCHED = range(1, 257)
@@ -96,22 +97,27 @@ def heard(symbols: Iterable[Any]) -> Iterator[list[Question]]:
             ear.hear(self, [other])
         return answer
 
-    def __bool__(self: Any) -> bool:  # noqa: N807
-        ear.hear(self, [0])
-        return True
-
     def __hash__(self: Any) -> Any:  # noqa: N807
         ear.hear(self)
         return hashed(self)
 
+    def __bool__(self: Any) -> bool:  # noqa: N807
+        ear.hear(self, [0])
+        return True
+
+    operators = [__eq__, __ne__, __hash__] + [__bool__] * (not hasattr(kind, "__bool__"))
     with _listening:
-        for operator in (__eq__, __ne__, __bool__, __hash__):
+        before = {f.__name__: vars(kind).get(f.__name__) for f in operators}
+        for operator in operators:
             setattr(kind, operator.__name__, operator)
         try:
             yield ear.questions
         finally:
-            kind.__eq__, kind.__ne__, kind.__hash__ = equal, differs, hashed
-            del kind.__bool__
+            for name, own in before.items():
+                if own is None:
+                    delattr(kind, name)
+                else:
+                    setattr(kind, name, own)
 
 
 class _Ear:
@@ -137,21 +143,22 @@ class _Ear:
             self._is_deaf = False
 
     def _take_down(self, length: Any, other: Any) -> None:
+        if not (export.is_symbolic_dim(other) or isinstance(other, int | np.integer)):
+            return
         try:
             apart = length - other
-        except (TypeError, ValueError):  # neither a number nor a symbol of this trace
+        except ValueError:  # a symbol of another trace
             return
-        if export.is_symbolic_dim(apart) and names_in(asked := str(written(apart))):
-            question = Question(asked, user_line())
-            if asked not in [q.asked for q in self.questions]:
-                self.questions.append(question)
+        if export.is_symbolic_dim(apart) and (asked := str(apart)) not in [q.asked for q in self.questions]:
+            self.questions.append(Question(asked, user_line()))
 
 
 def _keys(frame: FrameType) -> list[int]:
     """Numbers that may be keys of a table that a function reads: those in its code and in what that names."""
     code = frame.f_code
-    named = (frame.f_globals.get(name) for name in code.co_names)
-    tables = (x for x in (*frame.f_locals.values(), *named) if isinstance(x, dict | set | frozenset))
+    near = [*frame.f_locals.values(), *(frame.f_globals.get(name) for name in code.co_names)]
+    within = (getattr(x, "__dict__", {}).get(name) for x in near for name in code.co_names)
+    tables = (x for x in chain(near, within) if isinstance(x, dict | set | frozenset))
     found = chain(_constants(code), chain.from_iterable(tables))
     return [*dict.fromkeys(x for x in found if type(x) is int and x > 0)][:_KEYS]
 
