@@ -14,7 +14,7 @@ import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -27,7 +27,7 @@ from onward.core.source import user_line
 from onward.serve.export.dimensions import names_in, valued
 
 _JAX = str(Path(jax.__file__).parent)
-_SEARCHED = range(1, 257)
+_SEARCHED = range(1, 1025)
 _KEYS = 8
 _listening = threading.RLock()
 
@@ -60,13 +60,15 @@ class Question:
         return found and {name: found[name] for name in names}
 
     def _candidates(self, sizes: Mapping[str, int], name: str) -> Iterator[int]:
-        """Lengths to try: the root of a line through two points, small ones, and multiples of its numbers."""
+        """Lengths to try: the root of a line through two points, small ones, and pairs of its numbers."""
         first, second = (self._value({**sizes, name: n}) for n in (1, 2))
         if first is not None and second is not None and first != second:
             root, rest = divmod(first, first - second)
             yield from () if rest or root < 0 else (1 + root,)
         yield from _SEARCHED
-        yield from (k * int(n) for n in re.findall(r"\d+", self.asked) for k in (1, 2, 3) if int(n))
+        numbers = {1, *map(int, re.findall(r"\d+", self.asked))}
+        pairs = product(sorted(numbers), repeat=2)
+        yield from (n for x, y in pairs for n in (x * y, x + y, x - y) if n > 0)
 
     def _value(self, sizes: Mapping[str, int]) -> int | None:
         try:
