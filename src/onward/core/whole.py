@@ -26,12 +26,20 @@ def expect_whole(program: Program) -> None:
         (op for op in program.ops if isinstance(op.body, DescribedBody) and op not in code.ops), None
     )
     fed = next((v for v in program.inputs if v.name in code.gives), None)
-    if moved is None and fed is None:
+    added = (op for op in program.ops if op not in code.ops)
+    own = {v for op in code.ops for v in op.outputs}
+    again = next((op for op in added if not own.isdisjoint(op.outputs)), None)
+    if moved is not None:
+        what = f"{moved!r} cannot read what it did not read then"
+    elif fed is not None:
+        what = f"{fed.name!r} cannot be fed, which it computes"
+    elif again is not None:
+        what = f"{again!r} cannot compute what it computes"
+    else:
         return
-    what = f"{moved!r} cannot read" if moved is not None else f"{fed and fed.name!r} cannot be fed"
     raise GraphError(
-        f"{program.name!r} was loaded from {code.file} and runs as a whole, so {what} "
-        "what it did not read then: only what is added behind its ops has an effect. Apply the transform "
+        f"{program.name!r} was loaded from {code.file} and runs as a whole, so {what}: "
+        "only what is added behind its ops has an effect. Apply the transform "
         "before save; or save the model with trainable=True, and minimize a loss of your own: "
         "minimize(lambda p, x, y: loss(model(p, x), y), model.parameters, x, y)."
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 from onward.core.builder import given_way
 from onward.core.check import expect_program
-from onward.core.errors import GraphError
+from onward.core.errors import GraphError, RecipeError
 from onward.core.jaxprs.body import body_of
 from onward.core.marks import SCHEDULE
 from onward.core.names import Names
@@ -68,12 +68,25 @@ def evaluated_parameters(program: Program) -> Program:
 def averages_of(program: Program) -> Averages | None:
     """The averages that a training Program keeps for evaluation; None if it keeps none."""
     recipe = recipe_of(program, "for evaluation", "Trace the network with training=False")
+    _expect_optimizer(program)
     optimizer = next((optimizer_of(step) for step in recipe.of(append_update)), None)
     if optimizer is None or not any(rule.has_evaluated for rule in _acting(optimizer, program)):
         return None
     averages = Averages.of(updated(build(recipe.until(Phase.UPDATE), whole_types(program)), optimizer))
     _expect_whole(program, averages)
     return averages if averages.evaluated else None
+
+
+def _expect_optimizer(program: Program) -> None:
+    """Refuse a step from a file, which holds the update, and not of which optimizer it is."""
+    if program.code is not None and any(op.made_by is Pass.UPDATE for op in program.ops):
+        raise RecipeError(
+            f"{program.name!r} was loaded from {program.code.file}, the file of a training step, which does "
+            "not tell whether its optimizer keeps averages. Where the code is: ow.averaged(program, state), "
+            "with the Program that was saved, takes the State of load_step as well; and "
+            "save(for_evaluation(program), path, state) writes a model of them. What is trained is "
+            "state.parameters."
+        )
 
 
 def _acting(optimizer: OptimizerRule, program: Program) -> Sequence[Any]:

@@ -111,7 +111,12 @@ def looked_at(program: Program) -> tuple[tuple[Variable, ...], Body]:
 
 
 def _shown(program: Program, strict: Set[Variable]) -> set[Variable]:
-    """The gradients that need no look: the update hands on what is not finite to what is looked at anyway."""
+    """The gradients that need no look: the update hands on what is not finite to what is looked at anyway.
+
+    The ops of a file are not looked into, so that all of its gradients are.
+    """
+    if program.code is not None:
+        return set()
     found: dict[tuple[BodySignature, int], set[int]] = {}
     shown: set[Variable] = set()
     for op in program.ops:

@@ -51,7 +51,7 @@ def guard(program: Program, action: str = "skip") -> Program:
 
     Raises:
         ArgumentError: another word.
-        GraphError: there is no update to leave out yet, or it is guarded already.
+        GraphError: there is no update to leave out yet, it is guarded already, or it is from a file.
 
     Warns:
         UserWarning: an update of another library keeps something by whether a step is finite, such as a loss
@@ -170,6 +170,11 @@ def _expect_unguarded(program: Program) -> None:
             f"Program {program.name!r} is guarded already: guard it once, with 'skip' or 'stop'. "
             "Mixed precision in float16 leaves out the steps that overflow by itself."
         )
+    if program.code is not None:
+        raise GraphError(
+            f"guard: {program.name!r} was loaded from {program.code.file}, whose State counts no steps left "
+            "out. Guard before save; or compile(program, check_finite=True), which stops at such a step."
+        )
 
 
 class Guard(Builder):
@@ -222,9 +227,10 @@ class Guard(Builder):
         for old, new in self.source.next_state.items():
             if chosen(old) and new is not old:
                 name = f"next({old.name})"
-                if new.name == name:
+                renames = new.name == name and self.source.code is None  # a file knows its values by name
+                if renames:
                     self.rename(new, f"proposed({old.name})")
-                kept = Variable(name if new.name == name else self.names.new(name), old.shape, old.dtype)
+                kept = Variable(name if renames else self.names.new(name), old.shape, old.dtype)
                 how = _type_of_update(made.get(new))
                 self.add(KEEP, (goes_on, new, old), [kept], _choice(old.shape, old.dtype), how)
                 self.follow({old: kept})

@@ -33,7 +33,7 @@ def averaged(program: Program, state: State) -> Any:
     Raises:
         ArgumentError: something else than a training Program and a State.
         GraphError: every device keeps a part of the averages, or its own.
-        RecipeError: the Program was not traced, or its ops were changed by hand.
+        RecipeError: the Program was not traced, its ops were changed by hand, or it is from a file.
         StateError: a State that was given to a step before, or of a step that keeps its averages otherwise,
             such as a part on each device.
 

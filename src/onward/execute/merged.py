@@ -33,7 +33,7 @@ def merge_low_rank(program: Program, state: State) -> Any:
 
     Raises:
         ArgumentError: a Program that is not adapted, or something else than a State.
-        RecipeError: its ops were changed by hand.
+        RecipeError: its ops were changed by hand, or it was loaded from a file.
         StateError: a State that was given to a step before.
         UnknownNameError: a State of another Program.
 

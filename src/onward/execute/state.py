@@ -121,7 +121,8 @@ class State(Pointing):
             raise StateError(
                 f"The parameters of this State are adapted: {adapted[0]!r} and others are frozen, factors of "
                 "low rank beside them. ow.merge_low_rank(program, state) gives plain weights in your "
-                "containers, {v.name: state[v] for v in program.parameters} what is trained."
+                "containers, where the code is: of the Program that low_rank made, not of one from a file; "
+                "{v.name: state[v] for v in program.parameters} is what is trained."
             )
         return signature.parameters.unflatten(self[v] for v in signature.parameters.variables)
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from onward.core.builder import Builder
-from onward.core.errors import ArgumentError, GraphError, known_as
+from onward.core.errors import ArgumentError, GraphError, RecipeError, known_as
 from onward.core.marks import DEQUANTIZE
 from onward.core.program import Applied, Op, Phase, Program, Variable
 from onward.core.recipe import build, recipe_of, whole_types
@@ -203,10 +203,21 @@ def weights_made_of_fewer_bits(program: Program) -> Mapping[str, Op]:
 
 
 def adapters_in(program: Program) -> tuple[LowRank, list[Adapter]] | None:
-    """The arguments of ``low_rank`` and the weights that it adapted; None of a Program without factors."""
+    """The arguments of ``low_rank`` and the weights that it adapted; None of a Program without factors.
+
+    Raises:
+        RecipeError: its ops were changed by hand, or it has factors and was loaded from a file.
+    """
     recipe = recipe_of(program, "to find its factors", "Take the Program that low_rank returned")
     steps = recipe.of(adapted)
     if not steps:
+        if any(v.kind is Kind.FROZEN for v in program.state):
+            raise RecipeError(
+                f"{program.name!r} was loaded from a file, which holds the factors of low_rank, and not by "
+                "which axes and which scale they are multiplied out. Where the code is: "
+                "plain = ow.merge_low_rank(program, state), with the Program that was saved, which takes the "
+                "State of the file as well; save(Model(trace(function, plain, x), plain), path) writes them."
+            )
         return None
     (given,) = steps[0].arguments
     plain = build(recipe.until(Phase.PRECISION).without(adapted), whole_types(program))

@@ -76,8 +76,8 @@ def accumulate(
 
     Raises:
         ArgumentError: ``steps`` is not a number of at least 1, or does not divide the batch.
-        GraphError: there are no gradients, it is accumulated already, an update evaluates the loss again, or
-            a value cannot be put together from those of micro-batches.
+        GraphError: there are no gradients, it is accumulated already or was loaded from the file of a step,
+            an update evaluates the loss again, or a value cannot be put together from those of micro-batches.
         RecipeError: the Program was not traced, its ops were changed by hand, or at the length of a
             micro-batch the function has no op that reads a statistic as it does at others.
 
@@ -376,6 +376,13 @@ def _expect_fit(program: Program, recipe: Recipe, steps: Any) -> None:
         raise GraphError(
             f"Program {program.name!r} has no gradients to accumulate. Derive the backward pass first: "
             "accumulate(optimizer.minimize(loss, ...), steps)."
+        )
+    if program.code is not None:
+        raise GraphError(
+            f"{program.name!r} was loaded from {program.code.file}, which computes loss, gradients and update "
+            "of the whole batch at once, so that nothing is left to do in micro-batches. Accumulate before "
+            f"save: step = compile(accumulate(program, {steps})); save(step, path, state). Or train a model "
+            f"from a file: save(model, path, trainable=True); accumulate(minimize(loss, ...), {steps})."
         )
 
 

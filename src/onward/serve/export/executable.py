@@ -106,6 +106,13 @@ def _reason(program: Program, error: Exception) -> str:
             f"{program.name!r} cannot be exported: {op.type!r}{op.at} calls Python while it runs, which no "
             "file can hold. Take the print or the callback out of the network."
         )
+    variables = program.variables.values() if isinstance(error, KeyError) else ()
+    if unknown := next((v for v in variables if v.dtype in error.args), None):
+        return (
+            f"{program.name!r} cannot be exported: {unknown.name!r} is {unknown.dtype}, which jax.export of "
+            f"JAX {jax.__version__} does not write. Keep it in another dtype, such as int8; ow.Checkpoints "
+            "takes it as it is."
+        )
     return f"{program.name!r} cannot be exported: {said}"
 
 
