@@ -18,6 +18,7 @@ from tests.compiled import counted
 
 import onward as ow
 from onward.core.described import DescribedBody
+from onward.core.jaxprs.body import body_of
 from onward.core.recipe import build
 from onward.execute.step import Step
 from onward.serve.export import graph
@@ -395,15 +396,88 @@ def test_a_loaded_step_names_the_op_and_line_of_a_fault(tmp_path):
     np.testing.assert_array_equal(found.value.state["w"], params["w"])
 
 
+@pytest.mark.parametrize("optimizer", [ow.SGD(0.1), ow.Adam(0.1, rules=[ow.EMA(0.5)])], ids=["SGD", "Adam"])
+def test_a_loaded_step_is_checked_that_was_not_before(optimizer, tmp_path):
+    params, x = {"w": jnp.ones((4, 3))}, np.ones((8, 4), "float32")
+    step = ow.compile(optimizer.minimize(lambda p, x: jnp.mean((x @ p["w"]) ** 2), params, x), donate=False)
+    other, state = ow.load_step(ow.save(step, tmp_path / "m", step.init(params)))
+    checked = ow.compile(other.program, check_finite=True, donate=False)
+    moved, _ = checked(state, x)
+    expected, _ = step(step.init(params), x)
+    for name in expected:
+        np.testing.assert_allclose(moved[name], expected[name], rtol=1e-6)
+    with pytest.raises(ow.NonFiniteError) as found:  # noqa: PT012
+        spoilt, _ = checked(moved, x * 1e30)
+        checked.expect_going(spoilt)
+    assert found.value.finding.type == "integer_pow"
+    for name in expected:
+        np.testing.assert_array_equal(found.value.state[name], moved[name])
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [ow.SGD(0.1, rules=[ow.EMA(0.9)]), ow.SGD(0.1, rules=[ow.SWA()]), ow.optimizer.ScheduleFreeSGD(0.1)],
+    ids=["EMA", "SWA", "ScheduleFreeSGD"],
+)
+def test_averages_of_a_file_are_read_by_the_program_that_was_saved(optimizer, tmp_path):
+    params, x = {"w": jnp.ones(3)}, np.random.default_rng(0).normal(size=(8, 3)).astype("float32")
+    program = optimizer.minimize(lambda p, x: jnp.mean((x @ p["w"] - 1) ** 2), params, x)
+    step = ow.compile(program, donate=False)
+    state = step.init(params)
+    for _ in range(3):
+        state, _ = step(state, x)
+    other, same = ow.load_step(ow.save(step, tmp_path / "m", state))
+    with pytest.raises(ow.RecipeError, match=r"averaged\(program, state\), with the Program that was saved"):
+        ow.averaged(other.program, same)
+    own = ow.averaged(program, state)["w"]
+    assert not np.allclose(own, state["w"])
+    np.testing.assert_array_equal(ow.averaged(program, same)["w"], own)
+    model = ow.load(ow.save(ow.for_evaluation(program), tmp_path / "e", state))
+    loss = ow.Evaluator(model).forward(x).loss
+    np.testing.assert_allclose(loss, np.mean((x @ np.asarray(own) - 1) ** 2), rtol=1e-5)
+
+
+@pytest.mark.parametrize("base", [None, "int8"])
+def test_factors_of_a_file_are_multiplied_out_by_the_program_that_was_saved(base, tmp_path):
+    def loss(p, x):
+        return jnp.mean((x @ p["w"] - 1) ** 2)
+
+    params, x = {"w": jnp.ones((4, 3))}, np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
+    program = ow.SGD(0.1).minimize(ow.low_rank(loss, params, x, rank=2, base=base))
+    step = ow.compile(program, donate=False)
+    state, _ = step(step.init(params), x)
+    other, same = ow.load_step(ow.save(step, tmp_path / "m", state))
+    model = ow.load(ow.save(ow.for_test(program), tmp_path / "t", state))
+    for refused, text in [
+        (lambda: ow.merge_low_rank(other.program, same), "holds the factors of low_rank"),
+        (lambda: ow.averaged(other.program, same), "training step"),
+        (lambda: ow.merge_low_rank(model.topology, same), "holds the factors of low_rank"),
+    ]:
+        with pytest.raises(ow.RecipeError, match=text):
+            refused()
+    plain = ow.merge_low_rank(program, state)
+    assert not np.allclose(plain["w"], params["w"], atol=1e-3)
+    np.testing.assert_array_equal(ow.merge_low_rank(program, same)["w"], plain["w"])
+
+
+def test_what_is_added_behind_a_loaded_program_computes_nothing_again(loaded_step):
+    other, _ = loaded_step
+    (made,) = (op for op in other.program.ops if other.program.loss in op.outputs)
+    body = body_of(lambda: [jnp.zeros(v.shape, v.dtype) for v in made.outputs])
+    again = dataclasses.replace(made, inputs=(), body=body)
+    ops = tuple(again if op is made else op for op in other.program.ops)
+    with pytest.raises(ow.GraphError, match="cannot compute what it computes"):
+        ow.graph.check(dataclasses.replace(other.program, ops=ops))
+
+
 def test_what_is_added_behind_a_loaded_program_runs(stepping, loaded_step):
     _, _, x, y = stepping
     other, begun = loaded_step
     watching = ow.compile(ow.watch(other.program, gradients=True, every=1))
     _, out = watching(begun.copy(), x, y)
     assert "grad(w1)" in str(out.watched)
-    smaller = ow.compile(ow.accumulate(other.program, 2))
-    assert smaller(begun.copy(), x, y)[1].loss.shape == ()
     for transform in (
+        lambda p: ow.accumulate(p, 2),
         lambda p: ow.mixed_precision(p, "bfloat16"),
         lambda p: ow.compile(ow.roll(p)),
         lambda p: ow.compile(ow.recompute(p, budget=0.5)),
@@ -425,6 +499,17 @@ def test_a_callback_is_named_with_its_line(tmp_path):
     with pytest.raises(ow.ArgumentError, match=r"at test_model_file\.py:\d+ calls Python"):
         ow.save(model, tmp_path / "m")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not hasattr(jnp, "int2"), reason="JAX has no int2")
+def test_a_dtype_that_jax_does_not_export_is_named(tmp_path):
+    def loss(w, state, x):
+        return jnp.mean((x * w * state.astype("float32")) ** 2), state
+
+    w, x, few = jnp.ones(3), jnp.ones((4, 3)), jnp.ones(3, "int2")
+    step = ow.compile(ow.SGD(0.1).minimize(loss, w, x, state=few))
+    with pytest.raises(ow.ArgumentError, match=r"' is int2, which jax\.export of JAX .* such as int8"):
+        ow.save(step, tmp_path / "m", step.init(w, few))
 
 
 def test_wrong_calls_teach(trained, stepping, tmp_path):

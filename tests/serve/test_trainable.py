@@ -149,7 +149,7 @@ def test_what_cannot_be_says_so_when_it_is_called(whole, tmp_path, monkeypatch):
         ow.save(ow.Model(ow.trace(network, PARAMS, X), PARAMS), tmp_path / "plain.model", batch=8)
     )
     monkeypatch.setattr("onward.execute.executable.Executable.compile", lambda executable: None)
-    older, (step, _) = ow.load(OLDER / "network.model"), ow.load_step(OLDER / "step.model")
+    older, (step, begun) = ow.load(OLDER / "network.model"), ow.load_step(OLDER / "step.model")
     trained = step.program
     for refused, text in [
         (lambda: ow.SGD(0.1).minimize(older.topology), r"network\.model holds no derivative: older files"),
@@ -158,12 +158,14 @@ def test_what_cannot_be_says_so_when_it_is_called(whole, tmp_path, monkeypatch):
         (lambda: ow.SGD(0.1).minimize(loss_of(plain), PARAMS, X, Y), r"plain\.model holds no derivative"),
         (lambda: ow.SGD(0.1).minimize(plain.topology), "without trainable=True"),
         (lambda: ow.append_backward(trained), r"load_step\(path\)"),
-        (lambda: ow.guard(trained), r"step\.model and runs as a whole"),
+        (lambda: ow.guard(trained), r"step\.model, whose State counts no steps left out\. Guard before save"),
+        (lambda: ow.accumulate(trained, 2), r"step\.model, .*compile\(accumulate\(program, 2\)\)"),
+        (lambda: ow.accumulate(ow.watch(trained, every=1), 2), "Accumulate before save"),
+        (lambda: ow.averaged(trained, begun), r"step\.model, .* takes the State of load_step"),
         (lambda: ow.replicate(trained, devices=2), r"step\.model and holds its update"),
         (lambda: ow.recompute(trained, budget=0.5), "loaded from"),
         (lambda: ow.mixed_precision(whole, "bfloat16"), r"loss\.model, in which every op has its dtype"),
         (lambda: ow.graph.update_pass(trained), "cannot be fed"),
-        (lambda: ow.check_finite(trained), "loaded from a file"),
         (lambda: ow.for_test(trained), "Save the Model as well"),
         (lambda: ow.roll(trained), "roll"),
     ]:
