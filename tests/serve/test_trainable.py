@@ -160,7 +160,7 @@ def test_what_cannot_be_says_so_when_it_is_called(whole, tmp_path, monkeypatch):
         (lambda: ow.append_backward(trained), r"load_step\(path\)"),
         (lambda: ow.guard(trained), r"step\.model, whose State counts no steps left out\. Guard before save"),
         (lambda: ow.accumulate(trained, 2), r"step\.model, .*compile\(accumulate\(program, 2\)\)"),
-        (lambda: ow.accumulate(ow.watch(trained, every=1), 2), "Accumulate before save"),
+        (lambda: ow.accumulate(ow.watch(trained, gradients=True), 2), "Accumulate before save"),
         (lambda: ow.averaged(trained, begun), r"step\.model, .* takes the State of load_step"),
         (lambda: ow.replicate(trained, devices=2), r"step\.model and holds its update"),
         (lambda: ow.recompute(trained, budget=0.5), "loaded from"),

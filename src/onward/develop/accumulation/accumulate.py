@@ -381,8 +381,8 @@ def _expect_fit(program: Program, recipe: Recipe, steps: Any) -> None:
         raise GraphError(
             f"{program.name!r} was loaded from {program.code.file}, which computes loss, gradients and "
             "update of the whole batch at once, so that nothing is left to do in micro-batches. Accumulate "
-            f"before save: step = compile(accumulate(program, {steps})); save(step, path, state). Or train a model "
-            f"from a file: save(model, path, trainable=True); accumulate(minimize(loss, ...), {steps})."
+            f"before save: step = compile(accumulate(program, {steps})); save(step, path, state). Or train a "
+            f"model from a file: save(model, path, trainable=True); accumulate(minimize(loss, ...), {steps})."
         )
 
 
