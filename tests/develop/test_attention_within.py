@@ -15,9 +15,10 @@ BATCH, TIME, WIDTH, HEADS, LAYERS, WORDS = 2, 8, 4, 2, 2, 40
 CAUSAL = np.tri(TIME, dtype=bool)
 
 
-def attention(p, x, mask):
+def attention(p, x, mask, fill=-jnp.inf):
     q, k, v = (z.reshape(*x.shape[:2], HEADS, WIDTH // HEADS) for z in jnp.split(x @ p["qkv"], 3, axis=-1))
-    s = jnp.where(mask, jnp.einsum("bthd,bshd->bhts", q, k) / 2, -jnp.inf)
+    s = jnp.einsum("bthd,bshd->bhts", q, k) / 2
+    s = jnp.where(mask, s, fill) if mask.dtype == bool else s + mask
     return x + jnp.tanh(jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(s), v).reshape(x.shape))
 
 
@@ -370,13 +371,128 @@ def test_what_leaves_its_turn_is_left_alone(f):
         ow.chunk(program, 4, where=lambda v: v.name.startswith("scan/") and v.shape == (BATCH, TIME, TIME))
 
 
-def test_a_mask_of_its_own_for_each_turn_is_not_known():
-    def loss(p, x):
-        masks = jnp.stack([jnp.tri(TIME, dtype=bool), jnp.tri(TIME, k=2, dtype=bool)])
-        turn = lambda x, own: (attention(own[0], x, own[1]), None)  # noqa: E731
-        return jnp.mean(jax.lax.scan(turn, x, (p, masks))[0] ** 2)
+def causal():
+    return jnp.tri(TIME, dtype=bool)
 
-    fused = ow.fuse_attention(ow.trace(loss, *numbers()), "blocks")
+
+def window():
+    return causal() & ~jnp.tri(TIME, k=-3, dtype=bool)
+
+
+def some(x):
+    """Keys of the data that are no padding: not the first one, so that a place sees no key."""
+    return (jnp.arange(TIME) > (jnp.cos(x[:, :1, 0]) > 0.5))[:, None, None]
+
+
+def low(mask):
+    return jnp.where(mask, 0, -1e9)
+
+
+def own_mask(masks, fill=-jnp.inf, change=lambda mask: mask):
+    """Layers of which each is given its own of what is stacked outside of the loop."""
+
+    def loss(p, x):
+        turn = lambda x, own: (attention(own[0], x, change(own[1]), fill), None)  # noqa: E731
+        return jnp.mean(jax.lax.scan(turn, x, (p, masks(x)))[0] ** 2)
+
+    return loss
+
+
+def same_mask(mask, fill=-jnp.inf, change=lambda mask: mask):
+    """Layers that are all given what is made outside of the loop."""
+
+    def loss(p, x):
+        m = mask(x)
+        turn = jax.checkpoint(lambda x, p: (attention(p, x, change(m), fill), None))
+        return jnp.mean(jax.lax.scan(turn, x, p)[0] ** 2)
+
+    return loss
+
+
+def stacks_of_stacks(p, x):
+    masks = jnp.stack([jnp.stack([causal(), window()]), jnp.stack([window(), causal()])]) & some(x)[0, 0]
+    turn = lambda x, own: (attention(own[0], x, own[1], -1e9), None)  # noqa: E731
+    twice = lambda x, own: (jax.lax.scan(turn, x, (p, own))[0], None)  # noqa: E731
+    return jnp.mean(jax.lax.scan(twice, x, masks)[0] ** 2)
+
+
+def chosen_by_the_layer(p, x):
+    masks = causal(), window()
+
+    def turn(x, own):
+        return attention(own[0], x, jnp.where(own[1], *masks) & some(x), -1e9), None
+
+    return jnp.mean(jax.lax.scan(turn, x, (p, jnp.array([True, False])))[0] ** 2)
+
+
+def bias_and_mask(p, x):
+    bias = jnp.sin(p["qkv"][:, :, :HEADS].sum((0, 1)))[None, :, None, None] * jnp.arange(TIME)
+    return same_mask(lambda x: low(causal()) + bias + jnp.zeros((1, HEADS, TIME, TIME)))(p, x)
+
+
+KNOWN_OUTSIDE = {
+    "stack": own_mask(lambda x: jnp.stack([causal(), window()])),
+    "numpy": own_mask(lambda x: np.stack([CAUSAL, CAUSAL])),
+    "one of numpy and more": own_mask(lambda x: np.stack([CAUSAL, np.tri(TIME, k=-9, dtype=bool)]), -1e9),
+    "concatenated": own_mask(lambda x: jnp.concatenate([window()[None], causal()[None]])),
+    "broadcast": own_mask(lambda x: jnp.broadcast_to(causal(), (LAYERS, TIME, TIME))),
+    "tiled": own_mask(lambda x: jnp.tile(causal(), (LAYERS, 1, 1))),
+    "broadcast with padding": own_mask(
+        lambda x: jnp.broadcast_to(causal() & some(x), (LAYERS, BATCH, 1, TIME, TIME)), -1e9
+    ),
+    "stack of masks with padding": own_mask(
+        lambda x: jnp.stack([causal() & some(x), window() & some(x)]), -1e9
+    ),
+    "padding beside a stack": own_mask(
+        lambda x: jnp.stack([window(), causal()])[:, None, None] & some(x), -1e9
+    ),
+    "where it does not look": own_mask(
+        lambda x: ~jnp.stack([window(), causal()])[:, None, None] | ~some(x), -1e9, jnp.logical_not
+    ),
+    "lengths of windows": own_mask(
+        lambda x: causal() & (jnp.arange(TIME)[:, None] - jnp.arange(TIME) < jnp.array([3, 9])[:, None, None])
+    ),
+    "stack to add": own_mask(lambda x: low(jnp.stack([causal(), window()]))),
+    "stack to add with padding": own_mask(
+        lambda x: jnp.stack([low(causal()) + low(some(x)), low(window()) + low(some(x))])
+    ),
+    "added with padding": same_mask(lambda x: low(causal()) + low(some(x))),
+    "added of both": same_mask(lambda x: low(causal() & some(x))),
+    "added and rounded": same_mask(
+        lambda x: low(causal()) + low(some(x)), change=lambda m: m.astype("float32")
+    ),
+    "made to add within": own_mask(
+        lambda x: jnp.stack([causal(), window()])[:, None, None] & some(x), change=low
+    ),
+    "stacks of stacks": stacks_of_stacks,
+    "chosen by the layer": chosen_by_the_layer,
+    "bias and mask": bias_and_mask,
+}
+
+
+def test_masks_that_are_stacked_or_added_outside_are_known_as_far_as_they_hold_in_all_turns(x64):
+    p, x = numbers()
+    faults, cases, wanted = {}, {}, {}
+    for name, f in KNOWN_OUTSIDE.items():
+        fused = ow.fuse_attention(ow.trace(f, p, x), "blocks", blocks=2)
+        if [found.share for found in ow.graph.attentions_of(fused)] != [3 / 4]:
+            faults[name] = f"{ow.graph.attentions_of(fused)}"
+        cases[name, "fused"] = (derivatives(fused), p, x)
+        wanted[name] = (by_jax(f), p, x)
+    expect_same(cases, wanted, faults)
+
+
+@pytest.mark.parametrize(
+    "masks",
+    [
+        lambda x: jnp.stack([causal(), causal().T | causal()]),
+        lambda x: jnp.stack([causal(), jnp.broadcast_to(some(x)[0, 0], (TIME, TIME))]),
+        lambda x: jnp.stack([low(causal()), low(jnp.broadcast_to(some(x)[0, 0], (TIME, TIME)))]),
+        lambda x: jnp.zeros((2, TIME, TIME), bool).at[1].set(causal()) ^ (x[0, 0, 0] > 0),
+    ],
+)
+def test_what_does_not_hold_in_all_turns_is_not_known(masks):
+    fused = ow.fuse_attention(ow.trace(own_mask(masks), *numbers()), "blocks")
     assert [found.share for found in ow.graph.attentions_of(fused)] == [1.0]
 
 

@@ -26,6 +26,15 @@ Lengths: TypeAlias = Mapping[int, int]
 """How long each axis is."""
 
 
+def own_axes(shape: Sequence[int]) -> Axes:
+    """Each dimension of an array as an axis, but for those that are 1 long.
+
+    >>> own_axes((2, 1, 5))
+    ((0,), (), (2,))
+    """
+    return tuple((i,) if n > 1 else () for i, n in enumerate(shape))
+
+
 def moved(call: Call, axes: Axes, lengths: Lengths) -> Axes | None:
     """The axes of what an equation moves its first operand to; None where it takes numbers apart.
 
@@ -60,9 +69,10 @@ def before_moved(call: Call, axes: Axes, lengths: Lengths) -> Axes | None:
         return tuple(places[i] for i in range(len(operand)))
     if moves is Moves.RESHAPES:
         return regrouped(axes, operand, lengths)
-    if moves is Moves.REPEATS and "broadcast_dimensions" in call.params:
-        at = call.params["broadcast_dimensions"]
-        return tuple(axes[j] if n == result[j] else () for n, j in zip(operand, at, strict=True))
+    if moves is Moves.REPEATS:
+        at = call.params.get("broadcast_dimensions", range(len(operand)))
+        if all(n in (1, result[j]) for n, j in zip(operand, at, strict=True)):
+            return tuple(axes[j] if n == result[j] else () for n, j in zip(operand, at, strict=True))
     return None
 
 

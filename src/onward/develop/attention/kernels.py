@@ -28,8 +28,8 @@ def in_blocks(laid: Laid, count: int, env: Mapping[Variable, Any]) -> Any:
     operands = [[_operand(laid, x, env) for x in step.by] for step in steps]
     fills = [None if step.fill is None else laid.beside(step.fill, env) for step in steps]
     whole = slice(0, laid.length(laid.time)), slice(0, laid.source)
-    is_known = ruled is None or ruled is laid.causal or ruled.added
-    mask = None if is_known or ruled is None else laid.seen(ruled.masks, env)
+    masks = () if ruled is None or ruled.added else ruled.masks
+    mask = laid.seen(masks, env) if masks and ruled is not laid.causal else None
     weighed = _weighing(laid, env)
 
     def part(rows: slice, keys: slice) -> Any:
@@ -37,7 +37,7 @@ def in_blocks(laid: Laid, count: int, env: Mapping[Variable, Any]) -> Any:
         for step, by, fill in zip(steps, operands, fills, strict=True):
             cut = [_cut(x, rows, keys) for x in by]
             scores = changed(scores, step, cut, None if fill is None else _cut(fill, rows, keys))
-        if ruled is not None and not ruled.added:
+        if ruled is not None and masks:
             seen = _causal(rows, keys) if mask is None else mask[rows, keys]
             scores = jnp.where(seen, scores, jnp.asarray(ruled.fill, scores.dtype))
         return _mean(scores, v, keys, partial(weighed, rows), ruled, found)

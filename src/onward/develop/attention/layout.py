@@ -29,6 +29,11 @@ def never(dtype: Any) -> float:
     return -3e4 if dtype == "float16" else -9e8
 
 
+def is_low(added: np.ndarray) -> bool:
+    """Whether numbers rule out where they are not 0, added to scores."""
+    return bool(np.all((added == 0) | (added <= never(added.dtype))))
+
+
 @dataclass(frozen=True, eq=False)
 class Laid:
     """Attention with its axes in groups.
@@ -128,7 +133,7 @@ class Laid:
         if fill == -np.inf and not seen.any(axis=1).all():
             return None  # what is not a number spreads to all keys
         steps = tuple(s for group in left.values() for s in group)
-        return Ruled(seen, fill, tuple(known), steps)
+        return Ruled(seen, fill, tuple(mask for mask in known if not mask.by.is_implied), steps)
 
     @cached_property
     def causal(self) -> Ruled | None:
@@ -151,7 +156,7 @@ class Laid:
         steps = self.attention.steps
         if any(step.change in MASKS for step in steps if step not in added):
             return None
-        masks = [Mask(x) for step in added for x in addends(step.by[0]) if self._is_added_mask(x)]
+        masks = [Mask(x) for step in added for x in self._added_masks(step.by[0])]
         if not masks:
             return None
         seen = self._now(masks)
@@ -161,10 +166,15 @@ class Laid:
             return Ruled(seen, -np.inf, tuple(masks), tuple(s for s in steps if s is not added[0]))
         return Ruled(seen, -np.inf, tuple(masks), steps, tuple(added))
 
+    def _added_masks(self, operand: Operand) -> Iterator[Operand]:
+        """An operand that is a mask by what is added, or those that it is computed of."""
+        parts = (operand,) if self._is_added_mask(operand) else addends(operand)
+        return filter(self._is_added_mask, parts)
+
     def _is_added_mask(self, operand: Operand) -> bool:
         """Whether an operand is known, depends on places and keys alone, and is 0 or very low."""
         value = operand.value if self._is_of_places(operand) else None
-        return value is not None and bool(np.all((value == 0) | (value <= never(value.dtype))))
+        return value is not None and is_low(value)
 
     def _is_of_places(self, operand: Operand) -> bool:
         """Whether an operand is known and depends on places and keys alone."""
@@ -202,7 +212,7 @@ class Ruled:
     Attributes:
         seen: [time, source], where a place looks.
         fill: the score of the others.
-        masks: those that are known.
+        masks: those that are known, but for such as follow from what steps read.
         steps: the changes of scores without them; with them, where they are added among others.
         added: these, if there are others: what is not known may leave a place no key that it looks at.
     """

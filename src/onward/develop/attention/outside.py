@@ -1,21 +1,28 @@
 """Masks that a loop, a branch or ``jax.checkpoint`` is given: what is known of them where it stands.
 
 A model makes its mask once, and a loop over layers reads it. Within the loop it is an input like any other.
+Of masks that are stacked, one for each turn, that is known which holds in all turns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from onward.core.jaxprs.body import body_of
+from onward.core.primitives.traits import Moves
 from onward.core.program import Op, Program, Variable
-from onward.develop.attention.axes import Axes, Lengths
-from onward.develop.attention.operands import Operand, ScoreOperands
-from onward.develop.attention.truths import conjuncts, disjuncts
+from onward.develop.attention.axes import Axes, Lengths, own_axes
+from onward.develop.attention.layout import is_low
+from onward.develop.attention.operands import Operand, ScoreOperands, bound
+from onward.develop.attention.truths import addends, conjuncts, disjuncts
+from onward.develop.chunk.numbered import operands_of
 from onward.develop.rewrite.put import RunPart, parts_of
+
+_Apart: TypeAlias = Callable[[Operand], tuple[Operand, ...]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,48 +57,74 @@ class Outside:
         if v not in self._found:
             self._found[v] = self._known(v)
         found = self._found[v]
-        if found is None:
-            return None
-        plain = Operand(axes, lengths, v)
-        if not found.is_known:
-            return _with(found, plain, axes, lengths)
-        if not found.reads:
-            return _relaid(found, axes, lengths)
-        return None if found.value is None else replace(plain, known=np.broadcast_to(found.value, v.shape))
+        return None if found is None else _relaid(found, axes, lengths)
 
     def _known(self, v: Variable) -> Operand | None:
-        """A value as it is computed outside, if it is the same in each turn."""
+        """An input as far as it is known in each turn; its dimensions are the axes."""
         at = {x: i for i, x in enumerate(self.part.program.inputs)}.get(v)
         x = None if at is None else self.part.given[at]
         results = {i: self.part.program.outputs[o] for i, o in self.part.carried}
         if at is None or x is None or results.get(at, v) is not v:
             return None
         outer = self.op.inputs[x]
-        if outer.shape != v.shape or not all(isinstance(n, int) for n in v.shape):
-            return None  # each turn has its own
-        own = ScoreOperands(self.program, self.makers, dict(enumerate(outer.shape)), self.around)
-        return own.of(outer, tuple((i,) for i in range(outer.ndim)))
+        if not all(isinstance(n, int) and n for n in outer.shape):
+            return None
+        found = [self._outer(piece, v) for piece in self._pieces(outer, v)]
+        if len(found) == 1 and found[0].is_known and not found[0].reads and v.ndim not in found[0].counts:
+            return found[0]
+        return _in_each(Operand(own_axes(v.shape), dict(enumerate(v.shape)), v), found)
+
+    def _pieces(self, outer: Variable, v: Variable) -> Sequence[Variable]:
+        """The arrays that are joined to one of which each turn is given a part; else the one that it is."""
+        op = self.makers.get(outer)
+        if op is None or outer.ndim == v.ndim or op.primitive.moves is not Moves.JOINS:
+            return (outer,)
+        params = next(op.body.calls).params
+        pieces = [x for x in operands_of(op) if x is not None]
+        is_first = params.get("dimension", params.get("axis")) == 0 and len(pieces) == len(op.body.operands)
+        return pieces if is_first else (outer,)
+
+    def _outer(self, given: Variable, v: Variable) -> Operand:
+        """An array that turns are given: its axes are the dimensions of an input, then that of the turns."""
+        turns = given.shape[: given.ndim - v.ndim]
+        own = ScoreOperands(
+            self.program, self.makers, dict(enumerate((*v.shape, *(turns or (1,))))), self.around
+        )
+        return own.of(given, (*((v.ndim,) for _ in turns), *own_axes(v.shape)))
 
 
-def _with(found: Operand, plain: Operand, axes: Axes, lengths: Lengths) -> Operand | None:
-    """A mask with what it says whatever else it depends on: both are true where it is, or one of them."""
-    assert plain.variable is not None
-    if plain.variable.dtype != bool:
-        return None
-    kind = plain.variable.aval
-    for apart, joins in ((conjuncts, lambda a, b: [a & b]), (disjuncts, lambda a, b: [a | b])):
-        known = [x for x in apart(found) if not x.reads and x.value is not None]
-        if known:
-            op = Op("mask", (plain.variable,) * 2, (plain.variable,), body_of(joins, kind, kind))
-            whole = plain
-            for x in known:
-                whole = Operand((), lengths, op=op, parts=(_relaid(x, axes, lengths), whole))
-            return whole
-    return None
+def _in_each(plain: Operand, found: Sequence[Operand]) -> Operand | None:
+    """An input that is given one of several operands in each turn, with what is known of all of them."""
+    variable, values = plain.variable, [x.value for x in found]
+    assert variable is not None
+    ends = [f(x, axis=-1) for x in values if x is not None for f in (np.max, np.min)]
+    if len(ends) == 2 * len(values) and all(np.array_equal(x, ends[0]) for x in ends):
+        return replace(plain, known=np.broadcast_to(ends[0], variable.shape))
+    if variable.dtype == bool:
+        most, least = (
+            _in_all(found, conjuncts, np.maximum, np.minimum),
+            _in_all(found, disjuncts, np.minimum, np.maximum),
+        )
+    else:
+        most, least = _in_all(found, addends, np.maximum, np.minimum) if variable.is_float else (), ()
+    return replace(plain, most=most, least=least) if most or least else None
+
+
+def _in_all(found: Sequence[Operand], apart: _Apart, high: Any, low: Any) -> tuple[Operand, ...]:
+    """The bounds that hold whichever of these is given, of those that ``apart`` tells of each."""
+    known = [[x.value for x in apart(one) if x.value is not None] for one in found]
+    known = [[high.reduce(x, axis=-1) for x in some if x.dtype == bool or is_low(x)] for some in known]
+    if not all(known):
+        return ()
+    bounds = known[0] if len(known) == 1 else [reduce(high, (reduce(low, some) for some in known))]
+    return tuple(map(bound, bounds))
 
 
 def _relaid(operand: Operand, axes: Axes, lengths: Lengths) -> Operand:
     """An operand that counts along the dimensions of a value, along the axes of these dimensions."""
     laid = tuple(tuple(axis for i in group for axis in axes[i]) for group in operand.axes)
-    parts = tuple(_relaid(part, axes, lengths) for part in operand.parts)
-    return replace(operand, axes=laid, lengths=lengths, parts=parts)
+    parts, most, least = (
+        tuple(_relaid(x, axes, lengths) for x in group)
+        for group in (operand.parts, operand.most, operand.least)
+    )
+    return replace(operand, axes=laid, lengths=lengths, parts=parts, most=most, least=least)
