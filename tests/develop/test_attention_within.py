@@ -235,6 +235,30 @@ def each_loss_in_a_checkpoint(w, x, labels, mask):
     return jnp.mean(each * mask.any(-1))
 
 
+def product_in_a_checkpoint(w, x, labels, mask):
+    return of_logits(jax.checkpoint(lambda x: x @ w)(x), labels)
+
+
+def product_scaled_and_capped_in_a_checkpoint(w, x, labels, mask):
+    z, squares = jax.checkpoint(lambda x, s: (jnp.tanh(jnp.sin(x) @ w * s), x**2))(x, 2.0)
+    return of_logits(z, labels) + jnp.mean(squares)
+
+
+def product_in_two_checkpoints(w, x, labels, mask):
+    inner = jax.checkpoint(lambda h: h @ w.T.T + 1)
+    return of_logits(jax.checkpoint(lambda x: inner(jnp.tanh(x @ w[:, :WIDTH])) * 2)(x), labels)
+
+
+def all_but_the_loss_in_a_checkpoint(w, x, labels, mask):
+    policy = jax.checkpoint_policies.dots_saveable
+    z = jax.checkpoint(lambda w, x: jnp.cos(jnp.sin(x @ w[:, :WIDTH])) @ w, policy=policy)(w, x)
+    return of_logits(z, labels) + jnp.mean(jax.nn.logsumexp(z, axis=-1) ** 2)
+
+
+def numbers_in_a_checkpoint(w, x, labels, mask):
+    return jax.checkpoint(lambda z, s, n: of_logits(z * s, labels) / n)(x @ w, 2.0, 3)
+
+
 def logsumexp_where(w, x, labels, mask):
     z = x @ w
     return jnp.mean(jax.nn.logsumexp(z, axis=-1, where=mask) - picked(z, labels))
@@ -260,6 +284,11 @@ HEADS_OF = (
     head_in_two_checkpoints,
     loss_in_a_checkpoint,
     each_loss_in_a_checkpoint,
+    product_in_a_checkpoint,
+    product_scaled_and_capped_in_a_checkpoint,
+    product_in_two_checkpoints,
+    all_but_the_loss_in_a_checkpoint,
+    numbers_in_a_checkpoint,
     logsumexp_where,
     logsumexp_of_scipy,
     log_softmax_where,
@@ -284,6 +313,32 @@ def test_heads_in_checkpoints_and_of_masked_words_give_what_jax_gives(x64):
             cases[f"{f.__name__} {kind}", ""] = (run, w, *data)
             wanted[f"{f.__name__} {kind}"] = (by_jax(f), w, x, labels, mask)
     expect_same(cases, wanted, faults)
+
+
+def test_what_logits_are_computed_of_is_still_computed_again(x64):
+    """The head alone leaves its jax.checkpoint, and attention within may be in chunks as well."""
+
+    def loss(p, x):
+        def model(p, x):
+            return own_scan_of(p, jnp.sin(x)) @ p["head"]
+
+        return jnp.mean(jax.nn.logsumexp(jax.checkpoint(model)(p, x), axis=-1))
+
+    def own_scan_of(p, x):
+        return jax.lax.scan(block, x, {"qkv": p["qkv"]})[0]
+
+    p, x = numbers()
+    p["head"] = np.random.default_rng(1).normal(size=(WIDTH, WORDS))
+    program = ow.trace(loss, p, x)
+    (scored,) = ow.graph.attention_scores(program)
+    head = f"{program.ops[0].outputs[0].name}/dot_general"
+    chunked = ow.chunk(program, 4, where=[scored, head])
+    assert [(h.logits, h.count) for h in ow.graph.chunks_of(chunked)] == [(scored.name, 4), (head, 4)]
+    again, *_ = chunked.ops
+    (inner,) = again.subprograms.values()
+    assert [op.type for op in inner.ops] == ["sin", "scan"]
+    assert [v.shape for v in again.outputs] == [x.shape]
+    expect_same({("one", ""): (derivatives(chunked), p, x)}, {"one": (by_jax(loss), p, x)}, {})
 
 
 def weighed(weights_of):

@@ -23,14 +23,17 @@ def joined(
     wanted: Sequence[Variable],
     scopes: Mapping[Op, str] | None = None,
     is_inner: bool = False,
+    numbers: Mapping[Variable, Any] | None = None,
 ) -> Body:
     """The equations of all these ops in a row, as one Body from given Variables to wanted ones.
 
     Nothing is traced for it: a Program of thousands of ops takes milliseconds. The equations stand in the
     scopes of their ops, or those given for them, below the pass that made them; those of the inside of a loop
-    stand below the pass of the loop.
+    stand below the pass of the loop. ``numbers`` stand in the equations in place of Variables.
     """
     row = _GrowingJaxpr(given)
+    for v, number in (numbers or {}).items():
+        row.env[v] = jex.Literal(np.asarray(number, v.dtype)[()], jax.core.ShapedArray(v.shape, v.dtype))
     for op in ops:
         scope = op.scope if scopes is None else scopes[op]
         row.append(op, scope if is_inner else "/".join(filter(None, (op.made_by, scope))))

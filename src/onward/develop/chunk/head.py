@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import ceil, gcd
 
@@ -15,7 +15,7 @@ from onward.core.walk import consumers, descendants, needed_ops, producers
 from onward.develop.chunk.loop import CannotShortenError, ChunkPlan
 from onward.develop.chunk.region import Region, counted_apart, counted_together, read_behind, region_of
 from onward.develop.chunk.rows import Mixes, Rows, rows_of
-from onward.develop.rewrite.put import opened
+from onward.develop.rewrite.put import entered, inside, opened
 
 _MIXED = (
     "chunk: {name}: the rows of {logits!r} ({type}){at} cannot be computed apart: {op}{line}, {types}, {why}."
@@ -103,12 +103,56 @@ def _opened(program: Program, logits: Variable) -> Program:
             op
             for op in region_of(program, logits).ops
             if op.primitive.runs is Runs.AGAIN and not reached.isdisjoint(op.inputs)
-            if all(isinstance(x, int) for x in op.body.operands)
+            if "constant" not in op.body.operands
         )
         op = next(again, None)
         if op is None:
             return program
-        program = opened(program, op)
+        program, _ = opened(program, op)
+
+
+def lifted(program: Program, names: Iterable[str]) -> tuple[Program, Mapping[str, str]]:
+    """The Program with heads out of each ``jax.checkpoint`` that something as large as their logits leaves.
+
+    What the logits are computed of stays in one. The names are those from outside of it before, and become
+    those of the logits as they stand there.
+    """
+    found: dict[str, str] = {}
+    for op in tuple(entered(program)):
+        own = [name for name in names if name.startswith(inside(op, ""))]
+        if not own or op.primitive.runs is not Runs.AGAIN or "constant" in op.body.operands:
+            continue
+        tails = {name: name.removeprefix(inside(op, "")) for name in own}
+        inner, deeper = lifted(next(iter(op.subprograms.values())), tails.values())
+        logits = {name: inner.variables.get(deeper.get(tail, tail)) for name, tail in tails.items()}
+        leave = {name: v for name, v in logits.items() if v is not None and _leaves(inner, v)}
+        if leave:
+            kept = _before(inner, [_product(inner, v) for v in leave.values()])
+            program, made = opened(program, op, inner, kept, tuple(leave.values()))
+            found |= {name: v.name for name, v in zip(leave, made, strict=True)}
+    return program, found
+
+
+def _leaves(inner: Program, logits: Variable) -> bool:
+    """Whether a Program gives something as large as logits, computed of them."""
+    try:
+        region = region_of(inner, _product(inner, logits))
+    except GraphError:
+        return False
+    return not region.saves and not {*region.results}.isdisjoint(inner.outputs)
+
+
+def _before(program: Program, products: Sequence[Variable]) -> list[Op]:
+    """The ops but for these products, what is computed of them, and what lays out inputs for them."""
+    makers, behind = producers(program), descendants(program, products)
+    ops = {op for op in program.ops if not behind.isdisjoint(op.outputs)}
+    for v in (v for product in products for v in makers[product].inputs):
+        row = []
+        while v in makers and len(makers[v].inputs) == 1 and makers[v].primitive.moves is not None:
+            row.append(makers[v])
+            (v,) = row[-1].inputs
+        ops.update(() if v in makers else row)
+    return [op for op in program.ops if op not in ops]
 
 
 def _with_op(program: Program, region: Region, op: Op) -> Program:

@@ -15,7 +15,7 @@ from onward.core.program import Op, Program, Variable
 from onward.core.turn import ScanTurn
 from onward.core.walk import descendants
 from onward.core.words import Pass
-from onward.develop.chunk.head import in_chunks, is_attention
+from onward.develop.chunk.head import in_chunks, is_attention, lifted
 from onward.develop.chunk.loop import ChunkPlan
 from onward.develop.chunk.region import heads, scores
 from onward.develop.rewrite.put import RunPart, changed_within, entered, inside, parts_of
@@ -127,17 +127,20 @@ class ChunkCut:
 
     def of(self, program: Program, within: str = "") -> Program:
         """The Program with these heads in chunks; what is not there stays as it is."""
-        for name in self.names:
-            own = name.removeprefix(within) if name.startswith(within) else ""
-            if own in program.variables:
-                program = self._cut(program, own, name)
+        here = {name.removeprefix(within): name for name in self.names if name.startswith(within)}
+        _, leaving = lifted(program, here)
+        others = replace(self, names=[name for own, name in here.items() if own not in leaving])
 
         def changed(inner: Program, op: Op) -> Program:
-            new = self.of(replace(inner, name=program.name), inside(op, within))
+            new = others.of(replace(inner, name=program.name), inside(op, within))
             return inner if new.ops == inner.ops else new
 
-        ops = tuple(self._changed(op, within, changed) for op in program.ops)
-        return program if ops == program.ops else replace(program, ops=ops)
+        ops = tuple(others._changed(op, within, changed) for op in program.ops)
+        program, names = lifted(program if ops == program.ops else replace(program, ops=ops), leaving)
+        for own, name in here.items():
+            if (there := names.get(own, own)) in program.variables:
+                program = self._cut(program, there, name)
+        return program
 
     def _changed(self, op: Op, within: str, changed: Callable[[Program, Op], Program]) -> Op:
         """An op with what it runs cut, if any of that is meant."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from onward.core.errors import GraphError
 from onward.core.jaxprs.body import Body, body_of
-from onward.core.jaxprs.edited import with_inner
+from onward.core.jaxprs.edited import call_with_inner, with_inner
 from onward.core.jaxprs.joining import joined
 from onward.core.jaxprs.loops import turns_of
 from onward.core.jaxprs.reading import read_jaxpr
@@ -129,18 +130,47 @@ def changed_within(op: Op, changed: Callable[[Program, Op], Program]) -> Op:
     return op if body is op.body else replace(op, body=body)
 
 
-def opened(program: Program, again: Op) -> Program:
-    """The Program with the ops of a ``jax.checkpoint`` in its place."""
-    (inner,) = again.subprograms.values()
+def opened(
+    program: Program,
+    again: Op,
+    inner: Program | None = None,
+    kept: Sequence[Op] = (),
+    wanted: Sequence[Variable] = (),
+) -> tuple[Program, tuple[Variable, ...]]:
+    """The Program with the ops of a ``jax.checkpoint`` in its place, and what values within are there.
+
+    Args:
+        program: a Program.
+        again: the op of it.
+        inner: stands in place of what that runs.
+        kept: those of the ops that stay in a ``jax.checkpoint``, which stands before the others.
+        wanted: values that the others make.
+    """
+    ((name, runs),) = again.subprograms.items()
+    inner = inner or runs
+    body, operands = again.body, zip(inner.inputs, again.body.operands, again.body.numbers, strict=True)
+    numbers = {v: number for v, x, number in operands if not isinstance(x, int)}
+    rest = [op for op in inner.ops if op not in kept]
+    made = {v for op in kept for v in op.outputs}
+    passed = [v for v in dict.fromkeys(chain(*(op.inputs for op in rest), inner.outputs)) if v in made]
     placed = RewrittenOps(program)
+    more = [v for v in wanted if v not in inner.outputs]
+    outputs = dict(zip(inner.outputs, again.outputs, strict=True))
+    outputs |= {v: replace(v, name=placed.names.new(v.name)) for v in more}
+    results = tuple(replace(v, name=placed.names.new(v.name)) for v in passed)
+    run = call_with_inner(body, name, joined(kept, inner.inputs, passed, is_inner=True))
+    first = body_of(lambda *values: run(values), *body.in_types) if kept else body
+    read = [v for v in inner.inputs if v not in numbers] + passed
+    own = joined(rest, read, [*inner.outputs, *more], is_inner=True, numbers=numbers)
+    given = [again.inputs[x] for x in body.operands if isinstance(x, int)]
     for op in program.ops:
         if op is not again:
             placed.ops.append(op)
             continue
-        own = joined(inner.ops, inner.inputs, inner.outputs, is_inner=True)
-        inputs = [again.inputs[x] for x in again.body.operands if isinstance(x, int)]
-        placed.compute(own, inputs, again.outputs, again.scope)
-    return replace(program, ops=tuple(placed.ops), constants=placed.constants)
+        placed.ops += [replace(again, outputs=results, body=first)] if kept else []
+        placed.compute(own, [*given, *results], [*again.outputs, *(outputs[v] for v in more)], again.scope)
+    result = replace(program, ops=tuple(placed.ops), constants=placed.constants)
+    return result, tuple(outputs[v] for v in wanted)
 
 
 @dataclass(frozen=True, eq=False)
