@@ -1,4 +1,4 @@
-"""State in host memory: the same numbers, where arrays lie, what the device holds, what is refused."""
+"""State in host memory: the same numbers, where arrays lie, what the device holds; what is refused."""
 
 import jax
 import jax.numpy as jnp
@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 import onward as ow
+from onward.core.builder import Builder
 from onward.core.marks import FETCH, STORE
 from onward.core.show import nbytes
+from onward.core.words import UpdateType
 from onward.execute.memory.held import MemoryShare
 
 RNG = np.random.default_rng(0)
@@ -275,18 +277,55 @@ def test_a_choice_of_state():
     assert ow.graph.offloaded(ow.offload(ADAM, lambda v: v.name == "head/mean"))[0].name == "head/mean"
 
 
+def _updating(w, state, x):
+    h = jnp.sin(x * w)
+    return jnp.sum(h * h), {"last": h}
+
+
+def _keeping():
+    """A Program that hands a value of its forward pass to the next step."""
+    w = np.ones(3, "float32")
+    return ow.SGD(0.1).minimize(_updating, w, w, state={"last": w})
+
+
+def _peeking():
+    """A Program with an op of the update that reads a value of the forward pass."""
+    builder = Builder(ADAM, ADAM.ops, made_by=ow.Pass.UPDATE)
+    builder.behind(ADAM["add"], "peek", lambda x: [jnp.sum(x)], update=UpdateType.BOOKKEEPING)
+    return builder.program()
+
+
+def _stored():
+    return ow.offload(ADAM, "tanh")
+
+
 REFUSED = {
     "nothing is named 'layers/9/mean'": lambda: ow.offload(ADAM, "layers/9/mean"),
+    "nothing is named 'tanhh'.*The nearest names are .*'tanh'": lambda: ow.offload(ADAM, "tanhh"),
+    r"nothing is named 'nope\*'": lambda: ow.offload(ADAM, "nope*"),
+    "nothing is named 'nope'": lambda: ow.offload(ow.accumulate(ADAM, 2), "nope"),
     r"'head' .* is read by broadcast_in_dim at test_offload.py:\d+ in the forward pass": lambda: ow.offload(
         ADAM, "head"
     ),
     "'step' .* is a single number": lambda: ow.offload(ADAM, "step"),
-    "offload: where is empty": lambda: ow.offload(ADAM, []),
+    r"where is empty.* leave where= out to offload the state that only the update reads\.": lambda: (
+        ow.offload(ADAM, [])
+    ),
     "is offloaded already": lambda: ow.offload(OFFLOADED),
     "keeps no array that only its update reads": lambda: ow.offload(_adam(ow.SGD(0.1))),
     "keeps no array": lambda: ow.offload(ow.trace(_loss, PARAMS, BATCHES[0])),
+    "'dot_general' .* is read by no op of the backward pass": lambda: ow.offload(ADAM, "dot_general"),
+    "'div' .* is read by no op of the backward pass": lambda: ow.offload(ADAM, "div"),
+    "'x' .* is data, which lies on the device": lambda: ow.offload(ADAM, "x"),
+    r"'grad\(tanh\)' .* is made by mul_grad .*in the backward pass": lambda: ow.offload(ADAM, "grad(tanh)"),
+    r"'saved\(tanh\)' .* lies in host memory already": lambda: ow.offload(_stored(), "tanh"),
+    "'sin' of '_updating' is a result of the step": lambda: ow.offload(_keeping(), "sin"),
+    r"'stack\(layers/\*\)' .* is a stack of parameters": lambda: ow.offload(ROLLED, "stack(layers/*)"),
+    "'add' .* is read by peek in the update as well": lambda: ow.offload(_peeking(), "add"),
     "keeps state in host memory, where stages do not look": lambda: ow.pipeline(OFFLOADED, 2, 2),
+    "keeps activations in host memory": lambda: ow.pipeline(_stored(), 2, 2),
     "has offload after its update; split cuts": lambda: ow.split(OFFLOADED, servers=2),
+    "'_loss' has offload after its update; split cuts": lambda: ow.split(_stored(), servers=2),
 }
 
 
@@ -296,7 +335,10 @@ def test_refusals(message):
         REFUSED[message]()
 
 
-def test_a_device_without_such_memory(monkeypatch):
+@pytest.mark.parametrize(
+    ("program", "name"), [(lambda: OFFLOADED, "head/mean"), (_stored, r"stored\(saved\(tanh\)\)")]
+)
+def test_a_device_without_such_memory(program, name, monkeypatch):
     class Device:
         def addressable_memories(self):
             return []
@@ -305,10 +347,9 @@ def test_a_device_without_such_memory(monkeypatch):
             return "OldDevice(0)"
 
     monkeypatch.setattr("onward.execute.pinned._default_device", Device)
-    with pytest.raises(
-        ow.ArgumentError, match=r"'head/mean' in host memory .*OldDevice.* no memory kind 'pinned_host'"
-    ):
-        ow.compile(OFFLOADED)
+    told = f"'{name}' in host memory .*OldDevice.* no memory kind 'pinned_host'"
+    with pytest.raises(ow.ArgumentError, match=told):
+        ow.compile(program())
 
 
 def test_state_that_is_replaced_unread_takes_no_buffer_of_host_memory():

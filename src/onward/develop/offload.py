@@ -75,7 +75,7 @@ def offload(program: Program, where: Where | Iterable[Where] | None = None) -> P
         ('pinned_host', 'device')
     """
     expect_program(program, "offload")
-    if (wanted := meant(where, "offload", "to offload all that only the update reads")) is None:
+    if (wanted := meant(where, "offload", "to offload the state that only the update reads")) is None:
         return state_offloaded(program)
     saved = Saved(program)
     state = [choice for choice in wanted if picks(program.state, choice)]

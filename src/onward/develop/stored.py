@@ -16,7 +16,7 @@ dot_general exp reduce_sum store div ones div_grad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -212,11 +212,9 @@ class _Moved:
                 for v in self._fetched(op):
                     if v not in here:
                         here[v] = self._fetch(builder, v, there[v])
-                builder.append(self._reading(op, there, here))
+                builder.append(self._reading(op, here))
             else:
-                given = self._within & {*op.outputs}
-                there |= {v: replace(v, name=builder.names.new(f"stored({v.name})")) for v in given}
-                builder.append(self._storing(op, there) if given else op)
+                builder.append(self._storing(op))
             for v in behind.get(op, ()):
                 there[v] = self._store(builder, v)
         return builder.program()
@@ -251,22 +249,21 @@ class _Moved:
         read = dict.fromkeys(map(self.saved.root, op.inputs))
         return [v for v in self.chosen if v in read and v not in self._within]
 
-    def _reading(self, op: Op, there: Mapping[Variable, Variable], here: Mapping[Variable, Variable]) -> Op:
+    def _reading(self, op: Op, here: Mapping[Variable, Variable]) -> Op:
         """An op of the backward pass, reading what was fetched, or from the host in each of its turns."""
         roots = [self.saved.root(v) for v in op.inputs]
-        inputs = tuple(
-            there[r] if r in self._within else here.get(r, v) for r, v in zip(roots, op.inputs, strict=True)
-        )
-        if inputs == op.inputs:
-            return op
         given = [i for i, r in enumerate(roots) if r in self._within]
-        return replace(op, inputs=inputs, body=_Opened.of(op.body).fetching(given) if given else op.body)
+        inputs = tuple(
+            r if r in self._within else here.get(r, v) for r, v in zip(roots, op.inputs, strict=True)
+        )
+        if inputs == op.inputs and not given:
+            return op
+        return replace(op, inputs=inputs, body=_Opened.of(op.body).moving(inputs=given) if given else op.body)
 
-    def _storing(self, op: Op, there: Mapping[Variable, Variable]) -> Op:
-        """A loop of the forward pass that puts some of what it stacks up into host memory in each turn."""
-        outputs = tuple(there.get(v, v) for v in op.outputs)
+    def _storing(self, op: Op) -> Op:
+        """An op of the forward pass; a loop puts some of what it stacks up into host memory in each turn."""
         at = [i for i, v in enumerate(op.outputs) if v in self._within]
-        return replace(op, outputs=outputs, body=_Opened.of(op.body).storing(at))
+        return replace(op, body=_Opened.of(op.body).moving(outputs=at)) if at else op
 
 
 @dataclass(frozen=True, eq=False)
@@ -302,21 +299,13 @@ class _Opened:
     def _readers(self, given: Collection[Variable]) -> list[Op]:
         return [op for op in self.program.ops if any(v in given for v in op.inputs)]
 
-    def storing(self, outputs: Sequence[int]) -> Body:
-        """The same, of which these outputs come in host memory."""
-        there = {self.program.outputs[i] for i in outputs}
-        ops = (_storing(op, there) for op in self.program.ops)
-        return body_of(self._with(ops), *self.body.in_types)
-
-    def fetching(self, inputs: Sequence[int]) -> Body:
-        """The same, given these inputs in host memory."""
-        there = {self.program.inputs[i] for i in inputs}
-        ops = (_fetching(op, there) for op in self.program.ops)
-        return given_on_host(self._with(ops), self.body.in_types, inputs)
-
-    def _with(self, ops: Iterable[Op]) -> Callable[..., list[Any]]:
-        run = lower(replace(self.program, ops=tuple(ops)), self.program.outputs)
-        return lambda *values: run((), values)
+    def moving(self, inputs: Sequence[int] = (), outputs: Sequence[int] = ()) -> Body:
+        """The same, given these inputs in host memory, of which these outputs come there."""
+        given = {self.program.inputs[i] for i in inputs}
+        made = {self.program.outputs[i] for i in outputs}
+        ops = tuple(_moving(op, given, made) for op in self.program.ops)
+        run = lower(replace(self.program, ops=ops), self.program.outputs)
+        return given_on_host(lambda *values: run((), values), self.body.in_types, inputs)
 
 
 def _shared(op: Op, turn: ScanTurn) -> list[Variable]:
@@ -325,44 +314,29 @@ def _shared(op: Op, turn: ScanTurn) -> list[Variable]:
     return [op.inputs[x] for x in turn.operands[:begin] if isinstance(x, int)]
 
 
-def _storing(op: Op, there: Collection[Variable]) -> Op:
-    """A loop each of whose turns puts its own of these results into host memory."""
-    at = {result_of(op.body, i) for i, v in enumerate(op.outputs) if v in there}
-    if not at:
+def _moving(op: Op, given: Collection[Variable], made: Collection[Variable]) -> Op:
+    """A loop whose turns bring their own of some operands to the device, of some results to the host."""
+    inputs = [i for i, v in enumerate(op.inputs) if v in given]
+    there = {result_of(op.body, j) for j, v in enumerate(op.outputs) if v in made}
+    turn = ScanTurn.of(op.body) if inputs or there else None
+    if turn is None:
         return op
-    turn = ScanTurn.of(op.body)
-    assert turn is not None
+    here = {i for i, x in enumerate(turn.operands) if isinstance(x, int) and x in inputs}
 
     def once(*values: Any) -> list[Any]:
-        return [jax.device_put(x, THERE) if i in at else x for i, x in enumerate(turn.once(*values))]
-
-    return replace(op, body=body_of(_looped(op.body, turn, once), *op.body.in_types))
-
-
-def _fetching(op: Op, there: Collection[Variable]) -> Op:
-    """A loop each of whose turns brings its own of these operands to the device."""
-    given = [i for i, v in enumerate(op.inputs) if v in there]
-    if not given:
-        return op
-    turn = ScanTurn.of(op.body)
-    assert turn is not None
-    at = {i for i, x in enumerate(turn.operands) if isinstance(x, int) and x in given}
-
-    def once(*values: Any) -> list[Any]:
-        return turn.once(*(jax.device_put(x, HERE) if i in at else x for i, x in enumerate(values)))
-
-    return replace(op, body=given_on_host(_looped(op.body, turn, once), op.body.in_types, given))
-
-
-def _looped(body: Body, turn: ScanTurn, once: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """The loop with another turn, from the inputs of its Body to its outputs."""
-    results = [result_of(body, j) for j in range(len(body.out_avals))]
+        results = turn.once(*_put(values, here, HERE))
+        return _put(results, there, THERE)
 
     def run(*values: Any) -> list[Any]:
-        made = turn.scan(once, values)
-        return [made[k] for k in results]
+        results = turn.scan(once, values)
+        return [results[result_of(op.body, j)] for j in range(len(op.body.out_avals))]
 
-    return run
+    return replace(op, body=given_on_host(run, op.body.in_types, inputs))
+
+
+def _put(values: Sequence[Any], at: Collection[int], space: Any) -> list[Any]:
+    """These values, of which those at some positions are brought into a memory."""
+    return [jax.device_put(x, space) if i in at else x for i, x in enumerate(values)]
 
 
 @lru_cache(maxsize=1024)

@@ -29,7 +29,7 @@ from onward.execute.meshed import Meshed
 from onward.execute.options import Value, all_options, refusal
 from onward.execute.out import Results
 from onward.execute.peers.peers import Peers
-from onward.execute.pinned import in_memory, on_the_device, pinned_names
+from onward.execute.pinned import bringing, in_memory, on_the_device, pinned_names
 from onward.execute.pinned import shardings as pinned_shardings
 from onward.execute.portions import Filling
 from onward.execute.processes import is_in_all, on_this_process, step_label
@@ -81,7 +81,7 @@ class Executable:
         self._spread = _laid_out(program, by, specs, following, wanted)
         self.scopes = scopes(program)
         computed = [*following, *on_the_device(program, wanted)]
-        run = lower(program, computed, at_once=True, scopes=self.scopes)
+        run = bringing(lower(program, computed, at_once=True, scopes=self.scopes), program, computed)
         self._run = run if self._spread is None else self._spread.over_devices(run)
         self._order = [self.layout.position[v.name] for v in program.state]
         reused = [i for i, v in enumerate(self.layout.changed) if v.name in donate]

@@ -5,7 +5,7 @@ The memory is pinned, so that a device reads it by itself while it computes. JAX
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from onward.core.errors import ArgumentError
 from onward.core.marks import FETCH, STORE
 from onward.core.program import Program, Variable
 from onward.develop.offload import offloaded
-from onward.develop.stored import stored_values
+from onward.develop.stored import HERE, stored_values
 
 PINNED = "pinned_host"
 
@@ -79,6 +79,21 @@ def on_the_device(program: Program, results: Sequence[Variable]) -> list[Variabl
     there = {op.inputs[0]: op.outputs[0] for op in program.ops if op.type is FETCH}
     there |= {op.outputs[0]: op.inputs[0] for op in program.ops if op.type is STORE}
     return [there.get(v, v) for v in results]
+
+
+def bringing(
+    run: Callable[..., list[Any]], program: Program, results: Sequence[Variable]
+) -> Callable[..., list[Any]]:
+    """The function that computes results, with what a loop puts into host memory brought to the device."""
+    there = {*stored_values(program)}.intersection(results)
+    if not there:
+        return run
+
+    def brought(*arguments: Any) -> list[Any]:
+        found = zip(results, run(*arguments), strict=True)
+        return [jax.device_put(x, HERE) if v in there else x for v, x in found]
+
+    return brought
 
 
 def shardings(groups: Any, names: frozenset[str]) -> Mapping[str, Any]:
