@@ -334,6 +334,10 @@ def test_what_logits_are_computed_of_is_still_computed_again(x64):
     head = f"{program.ops[0].outputs[0].name}/dot_general"
     chunked = ow.chunk(program, 4, where=[scored, head])
     assert [(h.logits, h.count) for h in ow.graph.chunks_of(chunked)] == [(scored.name, 4), (head, 4)]
+    head_alone = ow.chunk(program, 4, where=head)
+    assert [found.share for found in ow.graph.attentions_of(ow.fuse_attention(head_alone, "blocks"))] == [
+        5 / 8
+    ]
     again, *_ = chunked.ops
     (inner,) = again.subprograms.values()
     assert [op.type for op in inner.ops] == ["sin", "scan"]
@@ -549,6 +553,19 @@ def test_masks_that_are_stacked_or_added_outside_are_known_as_far_as_they_hold_i
 def test_what_does_not_hold_in_all_turns_is_not_known(masks):
     fused = ow.fuse_attention(ow.trace(own_mask(masks), *numbers()), "blocks")
     assert [found.share for found in ow.graph.attentions_of(fused)] == [1.0]
+
+
+@pytest.mark.parametrize("f", [own_scan, scan_of_checkpoints, checkpoints, twice_in_a_turn])
+def test_what_is_in_chunks_is_no_attention_to_fuse(f):
+    program = ow.trace(f, *numbers())
+    scored = ow.graph.attention_scores(program)
+    chunked = ow.chunk(program, 4, where=scored)
+    assert ow.graph.attentions_of(chunked) == ()
+    with pytest.raises(ow.GraphError, match=f"scores '{scored[0].name}' on is in chunks already"):
+        ow.fuse_attention(chunked)
+    if len(scored) > 1:
+        fused = ow.fuse_attention(ow.chunk(program, 4, where=scored[0]), "blocks", blocks=2)
+        assert [found.share for found in ow.graph.attentions_of(fused)] == [3 / 4]
 
 
 def test_what_is_in_chunks_is_told_after_any_transform():

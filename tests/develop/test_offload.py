@@ -308,9 +308,7 @@ REFUSED = {
         ADAM, "head"
     ),
     "'step' .* is a single number": lambda: ow.offload(ADAM, "step"),
-    r"where is empty.* leave where= out to offload the state that only the update reads\.": lambda: (
-        ow.offload(ADAM, [])
-    ),
+    r"where is empty.*, or leave where= out to offload the state that only": lambda: ow.offload(ADAM, []),
     "is offloaded already": lambda: ow.offload(OFFLOADED),
     "keeps no array that only its update reads": lambda: ow.offload(_adam(ow.SGD(0.1))),
     "keeps no array": lambda: ow.offload(ow.trace(_loss, PARAMS, BATCHES[0])),

@@ -252,8 +252,8 @@ def meant(choice: Any, what: str, all_of_it: str) -> list[Any] | None:
         return None
     if not (choices := listed(choice)):
         raise ArgumentError(
-            f"{what}: where is empty, so nothing is meant. A search that finds nothing gives that. Leave {what} "
-            f"away then, or leave where= out {all_of_it}."
+            f"{what}: where is empty, so nothing is meant. A search that finds nothing gives that. Leave "
+            f"{what} away then, or leave where= out {all_of_it}."
         )
     return choices
 

@@ -7,7 +7,7 @@ No spelling is looked for: ``find`` proves what is there, op by op.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +16,8 @@ from onward.core.errors import ArgumentError, GraphError
 from onward.core.jaxprs.body import Body
 from onward.core.jaxprs.tracing import traced
 from onward.core.marks import ATTENTION
-from onward.core.program import Applied, Op, Phase, Program
-from onward.core.recipe import recipe_of, resumed, whole_types
+from onward.core.program import Applied, Op, Phase, Program, Recipe
+from onward.core.recipe import build, recipe_of, resumed, whole_types
 from onward.core.structure import expect_count
 from onward.core.transform import transform
 from onward.core.walk import Where, meant, producers, select
@@ -27,7 +27,7 @@ from onward.develop.attention.layout import Laid, laid_out
 from onward.develop.attention.outside import Outside
 from onward.develop.attention.parts import NoPartError
 from onward.develop.attention.places import FoundPlace, Kernel, chosen, hindrance, places
-from onward.develop.chunk.chunk import chunks_of
+from onward.develop.chunk.chunk import chunked, chunks_of
 from onward.develop.rewrite.put import changed_within, inside
 from onward.develop.roll.forward import separable, unrolled
 
@@ -37,8 +37,8 @@ _NONE = (
 )
 _CLOSEST = " Closest comes that of which {op}{at} {why}."
 _IN_CHUNKS = (
-    " {logits!r} is in chunks already, by chunk or fit_memory: if that is attention, call fuse_attention "
-    "before."
+    " Attention from the scores {logits!r} on is in chunks already, by chunk or fit_memory: call "
+    "fuse_attention before."
 )
 _TWICE = (
     "fuse_attention: attention of {name!r} is fused already. Call it once, with all that is meant: "
@@ -103,7 +103,11 @@ def fuse_attention(
     if recipe.of(fused_attention):
         raise GraphError(_TWICE.format(name=program.name))
     forward = unrolled(program, recipe)
-    wanted = _meant(forward, meant(where, "fuse_attention", "to compute all attention so"))
+    missed: list[tuple[int, NoPartError]] = []
+    found = not_in_chunks(tuple(places(forward, missed=missed)), recipe, program)
+    if not found:
+        raise _nothing(program, missed)
+    wanted = _meant(found, meant(where, "fuse_attention", "to compute all attention so"))
     if kernel is not None:
         for place in wanted:
             _expect_possible(place, kernel)
@@ -202,15 +206,36 @@ def _op(laid: Laid, kernel: Kernel, blocks: int) -> Op:
     return Op(ATTENTION, inputs, (found.result,), body, scope=found.scores.scope, source=found.scores.source)
 
 
-def _meant(program: Program, where: list[Where] | None) -> tuple[FoundPlace, ...]:
+def not_in_chunks(found: Sequence[FoundPlace], recipe: Recipe, program: Program) -> tuple[FoundPlace, ...]:
+    """The attention of a forward Program, but for what ``chunk`` computes some queries of at a time.
+
+    Within a loop that shows as attention of fewer queries, of which no mask is known.
+    """
+    if not (cut := {head.logits for head in chunks_of(program) if head.is_attention}):
+        return tuple(found)
+    own = recipe.of(chunked)
+    steps = tuple(_of_others(step, cut) if step in own else step for step in recipe.steps)
+    whole = build(replace(recipe, steps=steps).until(Phase.ROLL), whole_types(program))
+    names = {place.name for place in places(whole)}
+    return tuple(place for place in found if place.name in names)
+
+
+def _of_others(step: Applied, names: Container[str]) -> Applied:
+    """A call of ``chunk`` for what else it is given."""
+    *how, logits = step.arguments
+    return replace(step, arguments=(*how, tuple(name for name in logits if name not in names)))
+
+
+def _meant(found: Sequence[FoundPlace], where: list[Where] | None) -> tuple[FoundPlace, ...]:
     """The attention that is meant."""
-    missed: list[tuple[int, NoPartError]] = []
-    found = {replace(p.attention.result, name=p.name): p for p in places(program, missed=missed)}
-    if not found:
-        before = [_IN_CHUNKS.format(logits=head.logits) for head in chunks_of(program)[:1]]
-        raise GraphError(_NONE.format(name=program.name, closest="".join((_closest(missed), *before))))
-    wanted = tuple(found) if where is None else select(tuple(found), where, "fuse_attention, where")
-    return tuple(found[v] for v in wanted)
+    named = {replace(place.attention.result, name=place.name): place for place in found}
+    wanted = tuple(named) if where is None else select(tuple(named), where, "fuse_attention, where")
+    return tuple(named[v] for v in wanted)
+
+
+def _nothing(program: Program, missed: Sequence[tuple[int, NoPartError]]) -> GraphError:
+    before = [_IN_CHUNKS.format(logits=head.logits) for head in chunks_of(program) if head.is_attention]
+    return GraphError(_NONE.format(name=program.name, closest="".join((_closest(missed), *before[:1]))))
 
 
 def _closest(missed: Sequence[tuple[int, NoPartError]]) -> str:

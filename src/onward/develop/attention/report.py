@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from onward.core.check import expect_program
 from onward.core.program import Phase, Program
 from onward.core.recipe import build, recipe_of, whole_types
-from onward.develop.attention.fuse import fused_attention
+from onward.develop.attention.fuse import fused_attention, not_in_chunks
 from onward.develop.attention.layout import MASKS
 from onward.develop.attention.places import FoundPlace, Kernel, chosen, no_gain, places
 from onward.develop.roll.forward import unrolled
@@ -78,7 +78,8 @@ def attentions_of(program: Program) -> tuple[FoundAttention, ...]:
     fused = [step.arguments for step in recipe.of(fused_attention)]
     before = recipe.without(fused_attention).until(Phase.ROLL)
     forward = build(before, whole_types(program)) if fused else unrolled(program, recipe)
-    return tuple(_told(place, *fused) for place in places(forward))
+    found = not_in_chunks(tuple(places(forward)), before, program)
+    return tuple(_told(place, *fused) for place in found)
 
 
 def _told(place: FoundPlace, *fused: tuple[Kernel | None, int, Sequence[str]]) -> FoundAttention:
