@@ -593,9 +593,7 @@ def test_the_error_names_what_came_closest():
 def test_attention_in_chunks_is_told():
     program = ow.trace(causal_loss, *long_numbers())
     (name,) = (v.name for v in ow.graph.attention_scores(program))
-    with pytest.raises(
-        ow.GraphError, match=f"'{name}' on is in chunks already"
-    ):
+    with pytest.raises(ow.GraphError, match=f"'{name}' on is in chunks already"):
         ow.fuse_attention(ow.chunk(program, 4, where=name))
 
 

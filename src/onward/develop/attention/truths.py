@@ -82,7 +82,7 @@ def _is_node(operand: Operand) -> bool:
 
 
 def _row_of_two(operand: Operand) -> Primitive | None:
-    """What computes it of two values; None where that is one, or a number."""
+    """The primitive that computes it of two values; None where that is one, or a number."""
     is_of_two = len(operand.parts) == 2 and all(part.number is None for part in operand.parts)
     return row_of(operand.op) if operand.op is not None and is_of_two else None
 
