@@ -18,8 +18,9 @@ CAUSAL = np.tri(TIME, dtype=bool)
 def attention(p, x, mask, fill=-jnp.inf):
     q, k, v = (z.reshape(*x.shape[:2], HEADS, WIDTH // HEADS) for z in jnp.split(x @ p["qkv"], 3, axis=-1))
     s = jnp.einsum("bthd,bshd->bhts", q, k) / 2
-    s = jnp.where(mask, s, fill) if mask.dtype == bool else s + mask
-    return x + jnp.tanh(jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(s), v).reshape(x.shape))
+    s = s if fill is None else jnp.where(mask, s, fill) if mask.dtype == bool else s + mask
+    weights = jax.nn.softmax(s, where=mask if fill is None else None)
+    return x + jnp.tanh(jnp.einsum("bhts,bshd->bthd", weights, v).reshape(x.shape))
 
 
 def block(x, p):
@@ -491,6 +492,7 @@ def bias_and_mask(p, x):
 
 KNOWN_OUTSIDE = {
     "stack": own_mask(lambda x: jnp.stack([causal(), window()])),
+    "softmax of some": own_mask(lambda x: jnp.stack([causal(), window()])[:, None, None] & some(x), None),
     "numpy": own_mask(lambda x: np.stack([CAUSAL, CAUSAL])),
     "one of numpy and more": own_mask(lambda x: np.stack([CAUSAL, np.tri(TIME, k=-9, dtype=bool)]), -1e9),
     "concatenated": own_mask(lambda x: jnp.concatenate([window()[None], causal()[None]])),

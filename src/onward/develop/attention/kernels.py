@@ -25,7 +25,7 @@ def in_blocks(laid: Laid, count: int, env: Mapping[Variable, Any]) -> Any:
     found, ruled = laid.attention, laid.ruled
     steps = found.steps if ruled is None else ruled.steps
     q, k, v = laid.query(env[found.query]), laid.key(env[found.key]), laid.value(env[found.value])
-    operands = [[_operand(laid, x, env) for x in step.by] for step in steps]
+    operands = [[_operand(laid, x, env) for x in step.told] for step in steps]
     fills = [None if step.fill is None else laid.beside(step.fill, env) for step in steps]
     whole = slice(0, laid.length(laid.time)), slice(0, laid.source)
     masks = () if ruled is None or ruled.added else ruled.masks
@@ -76,7 +76,7 @@ def by_cudnn(laid: Laid, env: Mapping[Variable, Any]) -> Any:
     for step in steps:
         if step.change is ScoreChange.ROUND:
             continue
-        by = [laid.beside(x, env) for x in step.by]
+        by = [laid.beside(x, env) for x in step.told]
         bias = changed(bias, step, by, None if step.fill is None else laid.beside(step.fill, env))
         if step.change in (ScoreChange.MULTIPLY, ScoreChange.DIVIDE):
             number = step.by[0].number
@@ -124,7 +124,7 @@ def _causal(rows: slice, keys: slice) -> Any:
 def _weighing(laid: Laid, env: Mapping[Variable, Any]) -> Callable[[slice, slice, Any], Any]:
     """The change of weights behind softmax, for some places and keys."""
     steps = laid.attention.weighings
-    operands = [[_operand(laid, x, env) for x in step.by] for step in steps]
+    operands = [[_operand(laid, x, env) for x in step.told] for step in steps]
 
     def weighed(rows: slice, keys: slice, weights: Any) -> Any:
         for i, (step, by) in enumerate(zip(steps, operands, strict=True)):

@@ -68,6 +68,11 @@ class ScoreStep:
     fill: Operand | None = None
 
     @property
+    def told(self) -> tuple[Operand, ...]:
+        """The operands but for those that follow from others."""
+        return tuple(operand for operand in self.by if not operand.is_implied)
+
+    @property
     def reads(self) -> tuple[Variable, ...]:
         """The values that it reads beside the scores."""
         operands = (*self.by, *(() if self.fill is None else (self.fill,)))
