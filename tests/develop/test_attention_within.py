@@ -642,3 +642,46 @@ def test_attention_and_the_head_are_cut_in_either_order(x64):
             cases[f.__name__, name] = (derivatives(chunked), p, x)
         wanted[f.__name__] = (by_jax(f), p, x)
     expect_same(cases, wanted, faults)
+
+
+def mask_set_in_an_array(p, x):
+    mask = jnp.zeros((TIME, TIME), bool).at[:].set(jnp.tri(TIME, dtype=bool))
+    return jnp.mean(attention({"qkv": p["qkv"][0]}, x, mask) ** 2)
+
+
+def mask_that_is_negated(p, x):
+    wide, low = jnp.tri(TIME, TIME, 2, dtype=bool), jnp.tri(TIME, dtype=bool)
+    added = -jnp.where(x[0, 0, 0] > 0, jnp.where(low, 0, 1e9), jnp.where(wide, 0, 1e9))
+    q, k, v = jnp.split(x @ p["qkv"][0], 3, axis=-1)
+    return jnp.mean(jax.nn.softmax(q @ k.mT + added) @ v)
+
+
+def number_beside_the_logits(p, x):
+    z, one = jax.checkpoint(lambda x, w: (jnp.sin(x) @ w, 5.0))(x, p["words"])
+    return jnp.mean(jax.nn.logsumexp(z, -1)) + one
+
+
+def number_beside_the_loss(p, x):
+    whole = jax.checkpoint(lambda x, w: (jnp.mean(jax.nn.logsumexp(jnp.sin(x) @ w, -1)), 5.0))
+    return sum(whole(x, p["words"]))
+
+
+def test_what_is_no_mask_and_what_checkpoints_return_beside(x64):
+    p, x = numbers()
+    p["words"] = np.random.default_rng(1).normal(size=(WIDTH, WORDS))
+    faults, cases, wanted = {}, {}, {}
+    for f in (mask_set_in_an_array, mask_that_is_negated, number_beside_the_logits, number_beside_the_loss):
+        program = ow.trace(f, p, x)
+        if "mask" in f.__name__:
+            made = ow.fuse_attention(program, "blocks", blocks=2)
+        else:
+            made = ow.chunk(program, 4)
+            assert [c.count for c in ow.graph.chunks_of(made)] == [4]
+        wanted[f.__name__] = (by_jax(f), p, x)
+        cases[f.__name__, "made"] = (by_jax(loss_of(made)), p, x)
+    expect_same(cases, wanted, faults)
+
+
+def loss_of(program):
+    run = lower(program, [program.loss])
+    return lambda p, x: run(jax.tree.leaves(p), [x])[0]

@@ -16,7 +16,7 @@ import jax
 
 from onward.core.errors import GraphError, RecipeError
 from onward.core.program import Op, Program
-from onward.core.words import Pass
+from onward.core.words import Kind, Pass
 from onward.develop.fence import fence, worth_fencing
 from onward.develop.fission.fission import fission, fissions
 from onward.develop.recompute.lean import lean
@@ -27,9 +27,12 @@ from onward.develop.roll.roll import roll_where_worth, rolls_of
 from onward.develop.stored import stored_values
 
 _IN_ORDER = (
-    "compile: roll=True, and {op!r} keeps one vector of several gradients in the order in which the backward "
-    "pass of {name!r} makes them; rolled it makes them in another. Roll first: replicate(roll(program), n)."
+    "compile: roll=True, and {name!r} merges several gradients as one vector, in the order in which its "
+    "backward pass makes them; rolled it makes them in another. Roll first: replicate(roll(program), n)."
 )
+
+
+_NOT_IN_ORDER = "not rolled: several gradients are merged as one vector, in the order in which they are made"
 
 
 @dataclass(frozen=True)
@@ -114,32 +117,39 @@ def _rolled(program: Program, fetch: Sequence[str], tune: bool, roll: bool | Non
         return program, f"recomputed: print(recomputed(program)) tells what{loops}"
     if rolls_of(program):
         return program, _words(program)
-    if (op := next((op for op in program.ops if _keeps_a_vector(program, op)), None)) is not None:
-        if roll:
-            raise GraphError(_IN_ORDER.format(op=op.type, name=program.name))
-        return program, f"not rolled: {op.type} keeps one vector of several gradients, in their order"
+    in_order = any(map(_is_in_order, program.ops))
     if roll:
-        result = rolled(program, keep=fetch)
+        if in_order or _keeps_else(result := rolled(program, keep=fetch), program):
+            raise GraphError(_IN_ORDER.format(name=program.name))
         return result, _words(result)
     if stored_values(program):
         return program, "not rolled: activations lie in host memory; offload(roll(program), where) rolls it"
     if roll is not None or not tune:
         return program, "not rolled: switched off"
+    if in_order:
+        return program, _NOT_IN_ORDER
     try:
         result, verdict = roll_where_worth(program, keep=fetch)
     except (GraphError, RecipeError) as error:
         return program, f"not rolled: {error}"
+    if _keeps_else(result, program):
+        return program, _NOT_IN_ORDER
     return result, _words(result) if verdict else f"not rolled: {verdict.reason}"
 
 
-def _keeps_a_vector(program: Program, op: Op) -> bool:
-    """Whether devices keep something of several gradients together, laid out as the backward pass makes them.
+def _is_in_order(op: Op) -> bool:
+    """Whether devices merge several gradients as one vector, laid out as the backward pass makes them.
 
-    Rolled, it makes them in another order, and the State would be another one.
+    Rolled, it makes them in another order; so does what is kept of them.
     """
-    if op.made_by is not Pass.COLLECTIVE or not {*program.next_state.values()}.intersection(op.outputs):
-        return False
-    return len({g for _, g in program.gradients}.intersection(op.outputs)) > 1
+    gradients = sum(v.kind is Kind.GRADIENT for v in op.inputs)
+    return op.made_by is Pass.COLLECTIVE and op.body.collected is None and gradients > 1
+
+
+def _keeps_else(result: Program, program: Program) -> bool:
+    """Whether the one keeps something else from step to step than the other."""
+    one, other = ({(v.name, v.type) for v in p.state} for p in (result, program))
+    return one != other
 
 
 def _counted(found: Counter[str]) -> str:

@@ -115,7 +115,8 @@ class Merge:
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        if "merge" in vars(cls) and "any_layout" not in vars(cls):  # what its base says is of another merge
+        says, merges = (next(c for c in cls.__mro__ if n in vars(c)) for n in ("any_layout", "merge"))
+        if not issubclass(says, merges):  # it is said of another merge
             cls.any_layout = False
         dataclass(frozen=True)(cls)
 

@@ -162,16 +162,32 @@ def test_replicated() -> None:
         np.testing.assert_allclose(other[name], one[name], rtol=2e-5, atol=1e-6, err_msg=name)
 
 
-def test_gradients_that_keep_one_vector_are_not_rolled() -> None:
+IN_ORDER = {
+    "kept": lambda p: ow.replicate(p, 2, ow.merge.Bucketed(inner=ow.merge.TopK(0.5))),
+    "guarded": lambda p: ow.guard(ow.replicate(p, 2, ow.merge.Bucketed(inner=ow.merge.TopK(0.5)))),
+    "guarded before": lambda p: ow.replicate(ow.guard(p), 2, ow.merge.Bucketed(inner=ow.merge.TopK(0.5))),
+    "accumulated": lambda p: ow.replicate(
+        ow.accumulate(p, 2), 2, ow.merge.Bucketed(inner=ow.merge.TopK(0.5))
+    ),
+    "as a whole": lambda p: ow.replicate(p, 2, ow.merge.Bucketed(300, Halved())),
+    "kept where rolled": lambda p: ow.replicate(p, 2, ow.merge.Bucketed(60, ow.merge.PowerSGD(1))),
+}
+
+
+@pytest.mark.parametrize("name", IN_ORDER)
+def test_gradients_that_are_merged_in_order_are_not_rolled(name: str) -> None:
     x = jnp.concatenate([X, 2 * X, 3 * X, 4 * X])
     program = ow.Adam(0.1).minimize(loss, parameters(12), x)
-    kept = ow.replicate(program, 2, ow.merge.Bucketed(inner=ow.merge.TopK(0.5)))
-    steps = [ow.compile(kept), ow.compile(kept, tune=False)]
-    assert "not rolled: bucketed keeps one vector of several gradients, in their order" in str(
-        steps[0].plan()
-    )
     with pytest.raises(ow.GraphError, match=r"in another\. Roll first: replicate\(roll\(program\), n\)"):
-        ow.compile(kept, roll=True)
+        ow.compile(IN_ORDER[name](program), roll=True)
+
+
+def test_a_merge_in_order_runs_as_it_is_written() -> None:
+    x = jnp.concatenate([X, 2 * X, 3 * X, 4 * X])
+    program = ow.Adam(0.1).minimize(loss, parameters(12), x)
+    kept = IN_ORDER["kept"](program)
+    steps = [ow.compile(kept), ow.compile(kept, tune=False)]
+    assert "not rolled: several gradients are merged as one vector" in str(steps[0].plan())
     states = [step.init(parameters(12)) for step in steps]
     for _ in range(2):
         states = [step(state, x)[0] for step, state in zip(steps, states, strict=True)]
@@ -181,6 +197,23 @@ def test_gradients_that_keep_one_vector_are_not_rolled() -> None:
     state, _ = first(first.init(parameters(12)), x)
     assert "rolled: 12 layers" in str(first.plan())
     assert np.asarray(state["grad(layers/0/b)/error"]).any()
+
+
+def test_any_layout_is_said_of_the_merge_at_hand() -> None:
+    class Mixin:
+        def merge(self, gradient: Any, kept: Any, devices: Any) -> Any:
+            return gradient, kept
+
+    class Mixed(Mixin, ow.merge.Average):
+        pass
+
+    class Same(ow.merge.Average):
+        pass
+
+    found = [m.any_layout for m in (ow.merge.Average(), Same(), Mixed(), Halved(), ow.merge.TopK(0.5))]
+    assert found == [True, True, False, False, False]
+    assert ow.merge.Bucketed().any_layout
+    assert not ow.merge.Bucketed(inner=Halved()).any_layout
 
 
 def test_families_tell_apart_what_is_related_otherwise() -> None:
@@ -289,7 +322,6 @@ MERGES = {
     "buckets that cut stacks": (ow.merge.Bucketed(5 * 4 * SIZE), None),
     "each as a whole": (Halved(), 2),
     "each by the host": (Asked(), 2 * LAYERS),
-    "a bucket as a whole": (ow.merge.Bucketed(inner=Halved()), 1),
 }
 
 

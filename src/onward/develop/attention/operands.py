@@ -42,7 +42,7 @@ class Operand:
         op: computes it of ``parts``; of nothing where there are none.
         parts: other operands.
         most: masks that are true wherever it is, where more is not known of it; of numbers such as are low
-            only where it is as low.
+            only where it is as low: what rests on these is looked at when it runs.
         least: masks that are true only where it is.
         is_bound: whether it is one of these of another.
     """
@@ -204,7 +204,9 @@ class ScoreOperands:
 
     def _computed(self, op: Op, v: Variable, axes: Axes) -> Operand | None:
         """A value that is computed of nothing but what is known; None of any other, or a large one."""
-        if v.size > _MOST or op.body.has_effects:
+        if op.body.has_effects or not all(isinstance(n, int) and n for x in (v, *op.inputs) for n in x.shape):
+            return None
+        if v.size > _MOST:
             return None
         known = []
         for x in op.inputs:

@@ -39,7 +39,9 @@ def addends(operand: Operand) -> tuple[Operand, ...]:
     """
     path, node = _chain(operand)
     if node is not None and not _is_mask(node) and not _is_product(node):
-        parts = (replace(node, most=()), *node.most) if node.most else node.parts
+        parts = (
+            (replace(node, most=()), *(node.most if _rises(path, node) else ())) if node.most else node.parts
+        )
         return tuple(x for part in parts for x in addends(_around(path, part)))
     return _apart(operand, lambda low, high, of_all: high == 0 > low if of_all else low == 0 > high)
 
@@ -131,6 +133,12 @@ def _at(path: _Path, node: Operand, number: float) -> float | None:
     """The number that a chain makes of this one at its node."""
     value = np.asarray(number).astype(_dtype(node))
     return _around(path, Operand((), node.lengths, known=value)).number
+
+
+def _rises(path: _Path, node: Operand) -> bool:
+    """Whether a chain makes 0 of 0, and of numbers below that such as are below it, so that bounds stay."""
+    at_0, below = _at(path, node, 0.0), _at(path, node, -1.0)
+    return at_0 == 0 and below is not None and below < 0
 
 
 def _around(path: _Path, operand: Operand) -> Operand:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Any
 
 from onward.core.errors import GraphError
 from onward.core.jaxprs.body import Body, body_of
@@ -126,7 +127,9 @@ def changed_within(op: Op, changed: Callable[[Program, Op], Program]) -> Op:
     for name, inner in op.subprograms.items() if _is_entered(op) else ():
         new = changed(inner, op)
         if new is not inner:
-            body = with_inner(body, name, joined(new.ops, new.inputs, new.outputs, is_inner=True))
+            numbers = _numbers(new)
+            inside = joined(new.ops, new.inputs, new.outputs, is_inner=True, numbers=numbers)
+            body = with_inner(body, name, inside)
     return op if body is op.body else replace(op, body=body)
 
 
@@ -149,7 +152,7 @@ def opened(
     ((name, runs),) = again.subprograms.items()
     inner = inner or runs
     body, operands = again.body, zip(inner.inputs, again.body.operands, again.body.numbers, strict=True)
-    numbers = {v: number for v, x, number in operands if not isinstance(x, int)}
+    numbers = {v: number for v, x, number in operands if not isinstance(x, int)} | _numbers(inner)
     rest = [op for op in inner.ops if op not in kept]
     made = {v for op in kept for v in op.outputs}
     passed = [v for v in dict.fromkeys(chain(*(op.inputs for op in rest), inner.outputs)) if v in made]
@@ -158,7 +161,8 @@ def opened(
     outputs = dict(zip(inner.outputs, again.outputs, strict=True))
     outputs |= {v: replace(v, name=placed.names.new(v.name)) for v in more}
     results = tuple(replace(v, name=placed.names.new(v.name)) for v in passed)
-    run = call_with_inner(body, name, joined(kept, inner.inputs, passed, is_inner=True))
+    stays = joined(kept, inner.inputs, passed, is_inner=True, numbers=_numbers(inner))
+    run = call_with_inner(body, name, stays)
     first = body_of(lambda *values: run(values), *body.in_types) if kept else body
     read = [v for v in inner.inputs if v not in numbers] + passed
     own = joined(rest, read, [*inner.outputs, *more], is_inner=True, numbers=numbers)
@@ -171,6 +175,11 @@ def opened(
         placed.compute(own, [*given, *results], [*again.outputs, *(outputs[v] for v in more)], again.scope)
     result = replace(program, ops=tuple(placed.ops), constants=placed.constants)
     return result, tuple(outputs[v] for v in wanted)
+
+
+def _numbers(program: Program) -> dict[Variable, Any]:
+    """The numbers that stand in what an op runs, such as one that it returns."""
+    return {v: number for v, number in program.constants.items() if v.ndim == 0}
 
 
 @dataclass(frozen=True, eq=False)
