@@ -40,7 +40,7 @@ from benchmarks.harness import Row, Side, in_turn, ratio_row
 
 _RATE = 1e-3
 _LIMITS = (1.15, 1.5, 2.0)
-_BUDGETS = (0.3, 0.2, 0.16, 0.15)
+_BUDGETS = (0.2, 0.17, 0.16, 0.15)
 _CHUNKS = 8
 _POLICIES: dict[str, Any] = {
     "nothing again": None,

@@ -2,8 +2,9 @@
 
 Onward: trace, derive, plan, lower, compile, ``init`` and the first step. By hand: ``jax.jit`` of
 ``jax.value_and_grad`` and an optax update, ``optimizer.init`` and the first step; and of deep models the same
-as a scan over layers whose arrays are stacked. Each in a new process, after all imports, with JAX's
-persistent compilation cache off. The losses of ten steps must agree.
+as a scan over layers whose arrays are stacked; of 100 layers only the scan, for without one their compilation
+takes minutes and 19 GB with JAX 0.12. Each in a new process, after all imports, with JAX's persistent
+compilation cache off. The losses of ten steps must agree.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from benchmarks.worker import SideError
 _AS_PLAIN = {REFERENCE: 1.0}
 _CASES: dict[str, dict[str, float | None]] = {
     "24-layer transformer": {REFERENCE: None, SCAN: 1.0},
-    "100-layer MLP": {REFERENCE: None, SCAN: 1.0},
-    "100-layer MLP, batch 1": {REFERENCE: None, SCAN: None},
+    "100-layer MLP": {SCAN: 1.0},
+    "100-layer MLP, batch 1": {SCAN: None},
     "MLP, Adam": _AS_PLAIN,
     "4-layer transformer": _AS_PLAIN,
     "CNN, Momentum": _AS_PLAIN,
     "LSTM, Adagrad": _AS_PLAIN,
     "1,000 leaves, SGD": _AS_PLAIN,
 }
-_BUDGET = 120.0  # seconds for one workload, after which no further round begins
+_BUDGET = 60.0  # seconds for one workload, after which no further round begins
 
 
 def run(rounds: int | None = None, quick: bool = False) -> list[Row]:

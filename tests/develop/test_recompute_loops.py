@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import onward as ow
+from onward.develop import tuned
 from onward.core.errors import GraphError
 from onward.develop.recompute.again import keeping
 from onward.develop.recompute.lean import lean
@@ -113,6 +114,28 @@ def test_what_the_loss_does_not_reach_stays_without_a_gradient(name):
     assert sum(v.size for v in thin.variables.values()) < sum(v.size for v in program.variables.values())
     assert [p.name for p, _ in thin.gradients] == [p.name for p, _ in program.gradients]
     assert [v.name for v in thin.state] == [v.name for v in program.state]
+
+
+@pytest.mark.parametrize(("turns", "is_leaner"), [(64, True), (63, False)])
+def test_a_loop_of_the_users_keeps_less_where_that_is_16_mib(turns, is_leaner):
+    """The sine is computed again, 64 x 1,024 numbers in each turn."""
+
+    def loss(w, x):
+        return jnp.mean(jax.lax.scan(lambda h, _: (jnp.tanh(jnp.sin(h @ w)), None), x, None, length=turns)[0])
+
+    program = ow.SGD(0.1).minimize(loss, jnp.zeros((1024, 1024)), jnp.zeros((64, 1024)))
+    notes = " ".join(tuned.tuned(program, may_split=False).notes)
+    assert ("lean: the backward pass computes again" in notes) is is_leaner
+    assert "lean" not in " ".join(tuned.tuned(program, tune=False).notes)
+
+
+def test_a_leaner_loop_of_the_users_trains_as_it_did(monkeypatch):
+    program, params = plain("looped")
+    expected = trained(program, params)
+    monkeypatch.setattr(tuned, "_MUCH", 0)
+    assert any(note.startswith("lean") for note in ow.compile(program).plan().notes)
+    for found, other in zip(trained(program, params), expected, strict=True):
+        np.testing.assert_allclose(found, other, rtol=1e-5, atol=1e-7)
 
 
 def test_the_table_tells_what_each_turn_keeps():

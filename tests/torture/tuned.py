@@ -2,6 +2,7 @@
 
     python -m tests.torture.tuned              # 600 random deep and recurrent networks
     python -m tests.torture.tuned 40 --first 7000
+    python -m tests.torture.tuned 40 --lean    # all loops keep less, which small ones otherwise do not
 
 Each network is drawn from its number: layers that repeat, convolutions with pooling, attention, and loops
 over time and over layers, whose turns are drawn from operations that may leave a loop and such that may not.
@@ -27,6 +28,7 @@ import numpy as np
 from jax import lax
 
 import onward as ow
+from onward.develop import tuned as tuning
 
 ROWS, TURNS = 8, 6
 BOUND = 1e-9
@@ -280,8 +282,10 @@ def checked(number: int) -> tuple[str, str, list[str]]:
     return f"{drawn}, {how}", wrong[0] if wrong else "equal", notes
 
 
-def main(count: int, first: int) -> int:
+def main(count: int, first: int, lean: bool) -> int:
     """Check so many networks; the number of those that are wrong."""
+    if lean:
+        tuning._MUCH = 0
     jax.config.update("jax_enable_x64", True)
     ends: Counter[str] = Counter()
     for number in range(first, first + count):
@@ -303,4 +307,5 @@ if __name__ == "__main__":
     )
     parser.add_argument("count", nargs="?", type=int, default=600)
     parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--lean", action="store_true")
     sys.exit(main(**vars(parser.parse_args())) > 0)

@@ -15,13 +15,17 @@ all took 0.33 s of processor time and 279 MB a step; up to a price of 3: 0.32 s 
 25: 0.24 and 84, 60: 0.24 and 37."""
 
 
-def lean(program: Program) -> Program:
+def lean(program: Program, least: int = 0) -> Program:
     """The Program whose loops keep, for the backward pass, only what is dear to compute again.
 
     What a turn of a ``scan`` saves is written into memory and read from there. Elementwise arithmetic is
     faster than that: it is done again, and products of matrices are kept. The choice is a least cut, as that
     of ``recompute``; nothing is compiled for it. Programs without loops, and those that cannot be derived
     again, come back as they are.
+
+    Args:
+        program: with a backward pass that Onward derived.
+        least: only loops that keep so many bytes less, over all turns, are changed.
 
     Source: the min-cut of ``recompute``, at one price.
 
@@ -38,6 +42,7 @@ def lean(program: Program) -> Program:
     kept = []
     for part in loop_parts(program):
         at = sum(price(*pair) <= _PRICE for pair in pairwise(part.curve))
-        if at and part.loop is not None:
+        spared = (part.curve[0].bytes - part.curve[at].bytes) * part.turns
+        if at and spared >= least and part.loop is not None:
             kept.append((part.loop.outputs[0].name, part.kept(at)))
     return with_step(program, keeping_in_loops, tuple(kept)) if kept else program
