@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import jax
 
 from onward.core.errors import GraphError, RecipeError
+from onward.core.primitives.traits import Runs
 from onward.core.program import Op, Program
 from onward.core.words import Kind, Pass
 from onward.develop.fence import fence, worth_fencing
@@ -87,7 +88,7 @@ def in_loops(
 ) -> Tuned:
     """The first part of ``tuned``: repeated layers as one loop, which keeps what is dear to compute again."""
     program, note = _rolled(program, fetch, tune, roll)
-    leaner = _lean(program) if tune else program
+    leaner = _lean(program, fetch) if tune else program
     if leaner is program:
         return Tuned(program, (note,))
     return Tuned(leaner, (note, "lean: the backward pass computes again what is cheaper than to keep"))
@@ -111,10 +112,13 @@ def reformed(program: Program, may_split: bool = True) -> Tuned:
     return Tuned(program, tuple(notes))
 
 
-def _lean(program: Program) -> Program:
+def _lean(program: Program, fetch: Sequence[str]) -> Program:
     """The Program whose loops keep less: rolled layers, and a loop of the user's that keeps much less."""
     if jax.default_backend() != "cpu" or is_recomputed(program) or stored_values(program):
         return program
+    loops = (op for op in program.ops if op.primitive.runs is Runs.SCAN)
+    if {v.name for op in loops for v in op.outputs if v.name.startswith("saved(")} & {*fetch}:
+        return program  # whose saved values would be others
     return lean(program, 0 if rolls_of(program) else _MUCH)
 
 
