@@ -13,6 +13,7 @@ from onward.core.errors import GraphError
 from onward.develop import tuned
 from onward.develop.recompute.again import keeping
 from onward.develop.recompute.lean import lean
+from onward.develop.recompute.loops import loops_kept
 from onward.develop.recompute.measure import compiled
 from onward.develop.recompute.recompute import recompute
 from onward.develop.recompute.report import recomputed
@@ -127,6 +128,39 @@ def test_a_loop_of_the_users_keeps_less_where_that_is_16_mib(turns, is_leaner):
     notes = " ".join(tuned.tuned(program, may_split=False).notes)
     assert ("lean: the backward pass computes again" in notes) is is_leaner
     assert "lean" not in " ".join(tuned.tuned(program, tune=False).notes)
+
+
+def test_products_leave_a_loop_that_keeps_less(monkeypatch):
+    """Where memory is to be saved, by a budget, they stay, for they are stacked up."""
+    monkeypatch.setattr(tuned, "_MUCH", 0)
+
+    def loss(w, x):
+        def turn(h, x):
+            h = jnp.tanh(jnp.sin(x @ w["in"] + h @ w["on"]))
+            return h * jnp.exp(-(h**2)), None
+
+        return jnp.mean(jax.lax.scan(turn, jnp.zeros((2, 64)), x)[0] ** 2)
+
+    params = {"in": jnp.full((64, 64), 0.1), "on": jnp.full((64, 64), 0.01)}
+    program = ow.SGD(0.1).minimize(loss, params, jnp.ones((6, 2, 64)))
+    notes = " ".join(ow.compile(program).plan().notes)
+    assert "lean: " in notes
+    assert "fission: scan: of 6 turns 1 before" in notes
+    assert "fission" not in " ".join(ow.compile(recompute(program, 0.5)).plan().notes)
+
+
+def test_a_small_loop_beside_rolled_layers_stays_as_it_is(monkeypatch):
+    def loss(params, x):
+        for w in params["layers"]:
+            x = jnp.tanh(jnp.sin(x @ w))
+        still = params["still"]
+        return jnp.mean(jax.lax.scan(lambda h, _: (jnp.tanh(jnp.sin(h + still)), None), x, None, 3)[0] ** 2)
+
+    params = {"layers": [jnp.full((8, 8), 0.1)] * 6, "still": jnp.ones(8)}
+    program = roll(ow.SGD(0.1).minimize(loss, params, jnp.ones((4, 8))))
+    assert len(loops_kept(tuned.in_loops(program).program)) == 1
+    monkeypatch.setattr(tuned, "_MUCH", 0)
+    assert len(loops_kept(tuned.in_loops(program).program)) == 2
 
 
 def test_a_leaner_loop_of_the_users_trains_as_it_did(monkeypatch):

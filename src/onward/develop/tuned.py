@@ -35,9 +35,8 @@ _IN_ORDER = (
 
 _MUCH = 16 * 2**20
 """Bytes that a loop of the user's has to keep less, so that it is not left as it is. With two cores (2 MiB of
-cache each, medians of 8 and 14 rounds) loops that could keep 3 to 8 MiB less took 0.85 to 1.4 of their time,
-16 to 96 MiB less 0.55 to 1.01: state-space models 0.55, 0.80, 0.82, LSTM 0.78, 0.92, GRU 0.88, 0.99, 1.01,
-a scan over layers 0.88."""
+cache each, medians of 9 rounds) loops that keep 16 MiB less or more took 0.77 to 0.88 of their time over layers,
+0.86 to 1.02 in state-space models, 0.95 to 1.08 in LSTMs and GRUs; with less to spare up to 1.4."""
 
 _NOT_IN_ORDER = "not rolled: several gradients are merged as one vector, in the order in which they are made"
 
@@ -79,7 +78,7 @@ def tuned(
     looped = in_loops(program, fetch, tune, roll)
     if not tune:
         return looped
-    found = reformed(looped.program, may_split)
+    found = reformed(looped.program, may_split and not is_recomputed(program))
     return Tuned(found.program, (*looped.notes, *found.notes))
 
 
@@ -94,13 +93,18 @@ def in_loops(
     return Tuned(leaner, (note, "lean: the backward pass computes again what is cheaper than to keep"))
 
 
-def reformed(program: Program, may_split: bool = True) -> Tuned:
-    """The last part of ``tuned``, behind which all that is kept for the backward pass still is."""
+def reformed(program: Program, may_split: bool | None = None) -> Tuned:
+    """The last part of ``tuned``, behind which all that is kept for the backward pass still is.
+
+    ``may_split``: whether products leave loops, which then stack up more; None: unless some of the forward
+    pass is computed again to save memory.
+    """
     platform, notes = jax.default_backend(), []
     if program.code is not None:
         return Tuned(program, ())
+    may_split = not is_recomputed(program) if may_split is None else may_split
     may_split = may_split and not stored_values(program)  # whose loops move what they save
-    if may_split and (loops := fissions(program)) and not is_recomputed(program):
+    if may_split and (loops := fissions(program)):
         program = fission(program)
         notes.append(f"fission: {'; '.join(loops)}")
     if found := Counter(op.type for op in reformulated_ops(program, platform)):
@@ -119,7 +123,7 @@ def _lean(program: Program, fetch: Sequence[str]) -> Program:
     loops = (op for op in program.ops if op.primitive.runs is Runs.SCAN)
     if {v.name for op in loops for v in op.outputs if v.name.startswith("saved(")} & {*fetch}:
         return program  # whose saved values would be others
-    return lean(program, 0 if rolls_of(program) else _MUCH)
+    return lean(program, _MUCH)
 
 
 def _rolled(program: Program, fetch: Sequence[str], tune: bool, roll: bool | None) -> tuple[Program, str]:

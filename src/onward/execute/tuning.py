@@ -16,6 +16,7 @@ from onward.core.program import Program
 from onward.core.show import human_bytes, nbytes
 from onward.core.words import some
 from onward.develop.offload import offloaded
+from onward.develop.recompute.loops import is_recomputed
 from onward.develop.stored import stored_values
 from onward.develop.tuned import Tuned, in_loops, reformed, tuned
 from onward.execute.cores import Cores
@@ -92,9 +93,10 @@ class Tuning:
         if program.code is not None:
             return Tuned(program, (*self.words, *tuned(program).notes))
         program, attention = _attention_fused(program, fetch) if self.attention else (program, "")
+        may_split = self.fission and not is_recomputed(program)
         looped = in_loops(program, fetch, self.is_on, self.roll)
         program, cores = self._over_cores(looped.program, fetch)
-        found = reformed(program, self.fission) if self.is_on else Tuned(program, ())
+        found = reformed(program, may_split) if self.is_on else Tuned(program, ())
         notes = [*filter(None, (cores, *self.words, attention)), *looped.notes, *found.notes]
         return Tuned(found.program, tuple(notes))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
@@ -125,10 +125,10 @@ def _segments(found: Activations, begins: tuple[int, ...]) -> list[LadderPart]:
     return parts
 
 
-def loop_parts(program: Program) -> list[LadderPart]:
-    """The turns of the loops whose body can be exchanged."""
+def loop_parts(program: Program, where: Callable[[Op], bool] = lambda op: True) -> list[LadderPart]:
+    """The turns of the loops whose body can be exchanged, of those that are asked for."""
     parts = []
-    for op in loops(program) if is_replayable(program) else ():
+    for op in filter(where, loops(program) if is_replayable(program) else ()):
         found = Activations(turn_of(op))
         task, values = found.task(0, len(found.forward))
         parts.append(LadderPart(values, choices(task), op))

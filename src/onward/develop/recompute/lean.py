@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+from onward.core.primitives.traits import Runs
 from onward.core.program import Program
+from onward.core.show import nbytes
 from onward.develop.recompute.ladder import loop_parts, price
-from onward.develop.recompute.loops import keeping_in_loops
+from onward.develop.recompute.loops import is_of_layers, keeping_in_loops, saved_by
 from onward.develop.recompute.replay import with_step
 
 _PRICE = 25  # effort for a byte
@@ -25,7 +27,8 @@ def lean(program: Program, least: int = 0) -> Program:
 
     Args:
         program: with a backward pass that Onward derived.
-        least: only loops that keep so many bytes less, over all turns, are changed.
+        least: loops of the user's are changed where that keeps so many bytes less, over all turns; loops that
+            Onward made of layers always are.
 
     Source: the min-cut of ``recompute``, at one price.
 
@@ -39,10 +42,11 @@ def lean(program: Program, least: int = 0) -> Program:
         >>> saved(program) - saved(lean(program))                # 5 turns of 4 x 3 numbers, twice
         120
     """
+    asked = {op: 0 if is_of_layers(op) else least for op in program.ops if op.primitive.runs is Runs.SCAN}
     kept = []
-    for part in loop_parts(program):
+    for part in loop_parts(program, lambda op: sum(nbytes(v) for v in saved_by(op)) >= asked[op]):
         at = sum(price(*pair) <= _PRICE for pair in pairwise(part.curve))
         spared = (part.curve[0].bytes - part.curve[at].bytes) * part.turns
-        if at and spared >= least and part.loop is not None:
+        if at and part.loop is not None and spared >= asked[part.loop]:
             kept.append((part.loop.outputs[0].name, part.kept(at)))
     return with_step(program, keeping_in_loops, tuple(kept)) if kept else program

@@ -52,6 +52,16 @@ def loops(program: Program) -> list[Op]:
     ]
 
 
+def saved_by(op: Op) -> tuple[Variable, ...]:
+    """What an op of the forward pass computes, behind its results, for its gradient."""
+    return op.outputs[len((op.primal or op.body).out_avals) :]
+
+
+def is_of_layers(op: Op) -> bool:
+    """Whether Onward made this loop of layers that repeat."""
+    return isinstance(op.primal or op.body, Layers)
+
+
 def turn_of(op: Op) -> Program:
     """One turn of a loop as a Program, with the gradients of what it reads from those of its results."""
     turn = _Turn.of(op)
