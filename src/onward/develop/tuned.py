@@ -35,8 +35,8 @@ _IN_ORDER = (
 
 _MUCH = 16 * 2**20
 """Bytes that a loop of the user's has to keep less, so that it is not left as it is. With two cores (2 MiB of
-cache each, medians of 9 rounds) loops that keep 16 MiB less or more took 0.77 to 0.88 of their time over layers,
-0.86 to 1.02 in state-space models, 0.95 to 1.08 in LSTMs and GRUs; with less to spare up to 1.4."""
+cache each, medians of 9 rounds) loops that keep 16 MiB less or more took 0.77 to 0.88 of their time over
+layers, 0.86 to 1.02 in state-space models, 0.95 to 1.08 in LSTMs and GRUs; with less to spare up to 1.4."""
 
 _NOT_IN_ORDER = "not rolled: several gradients are merged as one vector, in the order in which they are made"
 
