@@ -12,7 +12,7 @@ The rest of the house sees Bodies, types (``ShapeDtypeStruct``) and positions on
 
     collected   one computation of many arrays, however the numbers lie in them
     drawing     which random numbers are drawn, and what decides them
-    edited      one equation with operands exchanged, or another jaxpr in it
+    edited      equations with operands exchanged, or with other jaxprs in them
     joining     many ops as one Body, and a Body as one call
     loops       what a loop hands from one turn to the next
     patterns    rows of a table looked up, the largest in each window

@@ -1,14 +1,17 @@
-"""One equation, edited: operands exchanged or in host memory, or another jaxpr in the place of one."""
+"""Equations, edited: operands exchanged or in host memory, other jaxprs in the place of those they run."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Sequence
+from functools import cached_property
 from typing import Any
 
 import jax
 
 from onward.core.jaxprs.body import Body, EquationBody, body_of
-from onward.core.jaxprs.equations import close, is_jaxpr
+from onward.core.jaxprs.equations import close, closed_of, inputs_of, is_jaxpr, nothing
+from onward.core.primitives.table import of
 
 
 def exchanged(body: Body) -> Body:
@@ -57,6 +60,79 @@ def call_with_inner(body: Body, name: str, inner: Body) -> Callable[..., list[An
         return made
 
     return run
+
+
+def in_place_of(old: Body, new: Body) -> Body:
+    """A Body that computes what the new one does, and tells of itself beside that what the old one told."""
+    if type(old) in (Body, EquationBody):
+        return new
+    kept = {
+        k: v for k, v in vars(old).items() if not isinstance(getattr(type(old), k, None), cached_property)
+    }
+    found = object.__new__(type(old))
+    found.__dict__.update(kept, _closed=new.closed)
+    return found
+
+
+def rewritten(body: Body, rule: Callable[[Body], Body | None]) -> Body | None:
+    """The same with what a rule gives for it and for all that it runs, however deep: turns, branches.
+
+    Args:
+        body: any.
+        rule: gives an equal Body, or None where it has nothing to say. It sees each jaxpr as a whole, and
+            each equation in those that are run.
+
+    Returns:
+        The new Body; None where the rule has nowhere something to say.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from onward.core.jaxprs.body import body_of
+    >>> def of_sine(body):
+    ...     is_sine = [e.primitive.name for e in body.equations] == ["sin"]
+    ...     return body_of(lambda x: [x + 2], *body.in_types) if is_sine else None
+    >>> body = body_of(lambda x: [jax.lax.fori_loop(0, 2, lambda i, x: jnp.sin(x) * 3, x)], jnp.float32(0))
+    >>> rewritten(body, of_sine)(1.0)[0].item()
+    33.0
+    """
+    found = _rewritten(body, rule)
+    return None if found is body else in_place_of(body, found)
+
+
+def _rewritten(body: Body, rule: Callable[[Body], Body | None], is_run: bool = False) -> Body:
+    found = rule(body) or body
+    old = found.equations
+    new = [_equation(eqn, rule, is_run) for eqn in old]
+    if all(map(operator.is_, old, new)):
+        return found
+    return Body(close(found.closed.jaxpr.replace(eqns=new), found.closed.consts))
+
+
+def _equation(eqn: Any, rule: Callable[[Body], Body | None], is_run: bool) -> Any:
+    if of(eqn.primitive.name).runs is None:
+        return _called(eqn, rule) if is_run else eqn
+    params = {key: _parameter(value, rule) for key, value in eqn.params.items()}
+    return eqn if all(params[key] is eqn.params[key] for key in params) else eqn.replace(params=params)
+
+
+def _parameter(value: Any, rule: Callable[[Body], Body | None]) -> Any:
+    if is_jaxpr(value):
+        old = Body(closed_of(value))
+        new = _rewritten(old, rule, is_run=True)
+        return value if new is old else new.closed if hasattr(value, "consts") else new.closed.jaxpr
+    if isinstance(value, tuple | list) and any(map(is_jaxpr, value)):
+        several = [_parameter(v, rule) for v in value]
+        return value if all(map(operator.is_, value, several)) else type(value)(several)
+    return value
+
+
+def _called(eqn: Any, rule: Callable[[Body], Body | None]) -> Any:
+    """One equation among others, or a call of what a rule gives for it."""
+    given = inputs_of(eqn)
+    found = rule(EquationBody(eqn, given, list(eqn.outvars), nothing().jaxpr.debug_info))
+    if found is None:
+        return eqn
+    (call,) = body_of(jax.jit(found.__call__), *found.in_types).equations
+    return call.replace(invars=given, outvars=eqn.outvars)
 
 
 def given_on_host(function: Callable[..., list[Any]], types: Sequence[Any], given: Collection[int]) -> Body:

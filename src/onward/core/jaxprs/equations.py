@@ -112,6 +112,11 @@ def literal_value(literal: Any) -> Any:
     return np.asarray(literal.val, literal.aval.dtype)
 
 
+def inputs_of(eqn: Any) -> list[Any]:
+    """What an equation reads, each once, without the numbers that stand there."""
+    return list(dict.fromkeys(v for v in eqn.invars if not isinstance(v, jex.Literal)))
+
+
 def names_within(eqn: Any) -> Iterator[str]:
     """The names of the primitives in an equation, its own first, however deep."""
     yield eqn.primitive.name

@@ -19,6 +19,7 @@ from onward.core.jaxprs.equations import (
     Type,
     function_run_by,
     has_rule_of_its_own,
+    inputs_of,
     is_inlined,
     jaxprs_in,
     literal_value,
@@ -219,7 +220,7 @@ class Reader:
     def append(self, eqn: Any, scope: str, source: Source, debug_info: Any) -> None:
         """Make the Op of an equation, and the Variables that it gives."""
         eqn = self.with_literals(eqn)
-        read = list(dict.fromkeys(v for v in eqn.invars if not isinstance(v, jex.Literal)))
+        read = inputs_of(eqn)
         written = [v for v in eqn.outvars if not isinstance(v, jex.DropVar)]
         kind = _kind(eqn)
         _refuse_references(eqn, source)

@@ -16,6 +16,7 @@ from typing import Any
 
 from onward.core.check import expect_program
 from onward.core.jaxprs.body import Body, body_of
+from onward.core.jaxprs.edited import in_place_of
 from onward.core.jaxprs.loops import result_of
 from onward.core.jaxprs.reading import program_of
 from onward.core.lower import lower
@@ -96,7 +97,7 @@ def _apart(op: Op) -> Op:
         body = body_of(lambda *values: lower(program, program.outputs)((), values), *op.body.in_types)
     else:
         body = body_of(_loop(op, replace(turn, program=program)), *op.body.in_types)
-    return replace(op, body=op.body.with_other(body) if isinstance(op.body, Layers) else body)
+    return replace(op, body=in_place_of(op.body, body))
 
 
 def _loop(op: Op, turn: ScanTurn) -> Callable[..., list[Any]]:

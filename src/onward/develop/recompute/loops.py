@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from onward.core.jaxprs.body import Body, body_of
+from onward.core.jaxprs.edited import in_place_of
 from onward.core.lower import lower
 from onward.core.names import Names
 from onward.core.primitives.traits import Runs
@@ -75,7 +76,7 @@ def _keeping(op: Op, kept: dict[str, tuple[str, ...]]) -> Op:
     if turn is None:
         return op
     body = turn.loop(kept[name])
-    return replace(op, body=op.body.with_other(body) if isinstance(op.body, Layers) else body)
+    return replace(op, body=in_place_of(op.body, body))
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 A rule is a function from a Body to an equal one, or None where it has nothing to say. It sees no names and
 no neighbours, so it applies wherever such an op stands: in a user's network, in a library's layer, in a
-gradient. ``compile`` applies them; what people replace by patterns of several ops is ``rewrite``.
+gradient, in the turns of a loop. ``compile`` applies them; what people replace by patterns of several ops is
+``rewrite``.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from onward.core.jaxprs.body import Body
+from onward.core.jaxprs.edited import rewritten
 from onward.core.jaxprs.products import in_other_order
 from onward.core.program import Op, Program
 from onward.core.transform import transform
@@ -28,8 +30,8 @@ def reformulated(program: Program, platform: str = "cpu") -> Program:
 
     On CPU: max pooling with windows that touch, forward and backward, by comparing whole arrays, which gives
     the same numbers; and gradients of weights that are sums over several axes, such as examples and tokens,
-    as products without a transpose, the same within rounding. Changes bodies, and nothing else: types, names
-    and wiring stay.
+    as products without a transpose, the same within rounding; in what ops run, too, such as the turns of
+    loops. Changes bodies, and nothing else: types, names and wiring stay.
 
     Args:
         program: a Program, with or without backward and update; a backward pass that is derived later is not
@@ -57,7 +59,6 @@ def reformulated_ops(program: Program, platform: str) -> tuple[Op, ...]:
 
 def _rewritten(op: Op, platform: str) -> Op:
     for rule in RULES.get(str(platform), ()):
-        body = rule(op.body)
-        if body is not None:
-            return replace(op, body=body)
+        if (body := rewritten(op.body, rule)) is not None:
+            op = replace(op, body=body)
     return op

@@ -31,16 +31,12 @@ Slot = tuple[Place, tuple[Variable, ...]]
 class Layers(Body):
     """The body of a ``scan`` op made of a run: a layer, and how many times it is computed."""
 
-    def __init__(self, closed: Any, run: LayerRun | Layers, scope: str) -> None:
+    def __init__(self, closed: Any, run: LayerRun, scope: str) -> None:
         super().__init__(closed)
         self.times: int = run.times
         self.period: int = run.period
         self.parameters: int = run.parameters
         self.scope = scope
-
-    def with_other(self, body: Body) -> Layers:
-        """These layers, computed by another body."""
-        return Layers(body.closed, self, self.scope)
 
 
 @dataclass(frozen=True, eq=False)
