@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import compress
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from onward.core.program import Op, Program, Variable
 from onward.core.words import Placement
 from onward.develop.watch.watch import watching_of
 from onward.distribute.split.in_words import fingerprint
-from onward.execute.host_memory import keep_for_steps
+from onward.execute.host_memory import in_pieces, keep_for_steps
 from onward.execute.layout import Layout, Lending
 from onward.execute.loop.interrupt import uninterrupted
 from onward.execute.lying import Lying, fed_by_all, homes_of, lying, within
@@ -129,10 +129,14 @@ class Executable:
     def compile(self, options: Mapping[str, Value] | None = None) -> None:
         """Compile ahead of time, with the buffers of the changing state donated."""
         self._compiled = self._compiled_with(self._shardings, options)
-        self.host_memory = keep_for_steps(self._compiled, self._keep_memory)
+        self.host_memory = keep_for_steps(self._compiled, self._keep_memory, is_whole=not self._pieces)
         if self.is_shared:
             self._peers = Peers.meet(self._deadline)
             self._fingerprint = fingerprint(self.program)
+
+    @cached_property
+    def _pieces(self) -> dict[str, int]:
+        return in_pieces(self.program, self._keep_memory)
 
     @property
     def _shardings(self) -> Mapping[str, Any]:
@@ -189,7 +193,7 @@ class Executable:
     ) -> jax.stages.Compiled:
         self.compilations += 1
         try:
-            chosen: dict[str, Any] = dict(options or all_options(self._options))
+            chosen: dict[str, Any] = dict(options or {**self._pieces, **all_options(self._options)})
             return self.lowered(shardings).compile(chosen)
         except RuntimeError as error:
             if (refused := refusal(error)) is not None:

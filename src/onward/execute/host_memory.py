@@ -9,6 +9,7 @@ for a step on CPU that takes much.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import platform
 import re
@@ -19,6 +20,9 @@ from typing import NamedTuple
 
 import jax
 
+from onward.core.program import Program
+from onward.core.show import nbytes
+
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX, _ARENA_MAX = -1, -2, -4, -8  # as <malloc.h> numbers them
 _NEVER = 2**31 - 1
 _GROWS_BY = 64 * 2**20
@@ -26,6 +30,8 @@ _SETTINGS = {_MMAP_MAX: 0, _TRIM_THRESHOLD: _NEVER, _TOP_PAD: _GROWS_BY, _ARENA_
 
 
 LARGE = 16 * 2**20  # bytes of temporary arrays, far more than the C library keeps by itself
+_PIECE, _LARGEST_PIECE = 8 * 2**20, 48 * 2**20  # a heap of glibc for a thread other than the first has 64 MiB
+_PIECES = "xla_multiheap_size_constraint_per_heap"
 _SWITCH = "ONWARD_KEEP_MEMORY"
 
 # When a step is compiled, the threads of an older jaxlib have heaps of their own, which glibc gives back.
@@ -96,8 +102,35 @@ def temporary_bytes(compiled: jax.stages.Compiled) -> int:
     return 0 if analysis is None else int(analysis.temp_size_in_bytes)
 
 
+def in_pieces(program: Program, wanted: bool | None) -> dict[str, int]:
+    """The option by which XLA's CPU compiler takes temporary arrays in pieces that glibc can keep.
+
+    XLA asks for all of them at once, in a thread of its own. The heap of such a thread has 64 MiB in glibc:
+    what is larger comes from the system, and goes back to it, whatever was set. In pieces of 8 MiB, or of the
+    largest array, a step of a transformer with 78 MiB of them took 0.66 of its time on two cores. There is
+    none where an array is larger than 48 MiB, or all of the Program together are smaller.
+
+    Args:
+        program: what is compiled.
+        wanted: whether memory is to be kept; None: unless the environment forbids it.
+    """
+    if jax.default_backend() != "cpu" or _is_refused(wanted, os.environ) or not can_keep_host_memory():
+        return {}
+    sizes = [nbytes(v) for v in program.variables.values()]
+    if sum(sizes) < _LARGEST_PIECE:
+        return {}
+    if program.code is None:
+        several = (op.body for op in program.ops if op.primitive.runs or len(op.body.equations) > 1)
+        types = (t for body in several for call in body.calls_within for t in call.results)
+        sizes += (math.prod(t.shape) * t.dtype.itemsize for t in types)
+    return {_PIECES: max(_PIECE, *sizes)} if max(sizes) <= _LARGEST_PIECE else {}
+
+
 def keep_for_steps(
-    compiled: jax.stages.Compiled, wanted: bool | None, environment: Mapping[str, str] = os.environ
+    compiled: jax.stages.Compiled,
+    wanted: bool | None,
+    environment: Mapping[str, str] = os.environ,
+    is_whole: bool = False,
 ) -> str:
     """Keep host memory where the steps of an executable gain from it, and say so; empty where they do not.
 
@@ -106,14 +139,21 @@ def keep_for_steps(
         wanted: whether to keep it; None: on a CPU, if temporary arrays are large and the environment does
             not forbid it.
         environment: of the process; ONWARD_KEEP_MEMORY=0 forbids.
+        is_whole: whether it asks for its temporary arrays as one piece.
     """
     taken = temporary_bytes(compiled)
     if not wanted and (taken < LARGE or jax.default_backend() != "cpu"):
         return ""
     told = f"host memory: {taken / 2**20:,.0f} MiB of temporary arrays"
-    if wanted is False or (wanted is None and environment.get(_SWITCH) == "0"):
+    if _is_refused(wanted, environment):
         return f"{told} go back to the system after each step"
+    late = f"{told} go back to the system after each step, unless ow.keep_host_memory() is called first"
     if not CAN_BEGIN_LATE:
-        return f"{told} go back to the system after each step, unless ow.keep_host_memory() is called first"
-    kept = keep_host_memory()
-    return f"{told} are kept for the next step" if kept else f"{told}, not kept: {kept.reason}"
+        return late
+    if not (kept := keep_host_memory()):
+        return f"{told}, not kept: {kept.reason}"
+    return late if is_whole and taken > _LARGEST_PIECE else f"{told} are kept for the next step"
+
+
+def _is_refused(wanted: bool | None, environment: Mapping[str, str]) -> bool:
+    return wanted is False or (wanted is None and environment.get(_SWITCH) == "0")

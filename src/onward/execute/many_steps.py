@@ -30,7 +30,7 @@ from onward.core.primitives.table import of
 from onward.core.program import Program, Replicas
 from onward.core.structure import describe, expect_count
 from onward.execute.feeds import Feeds, Key
-from onward.execute.host_memory import keep_for_steps
+from onward.execute.host_memory import in_pieces, keep_for_steps
 from onward.execute.layout import Lending
 from onward.execute.line import follow
 from onward.execute.loop.groups import BatchGroup, Intake, StackableBatch, blaming, grouped
@@ -208,11 +208,13 @@ class _StepLoop:
     def _called(self, *arguments: Any) -> tuple[list[Any], list[Any]]:
         """Run the loop, which is compiled first, once."""
         if self._compiled is None:
+            pieces = in_pieces(self.program, self._settings.keep_memory)
             try:
-                self._compiled = self._jitted.lower(*arguments).compile(all_options(self._settings.options))
+                options = {**pieces, **all_options(self._settings.options)}
+                self._compiled = self._jitted.lower(*arguments).compile(options)
             except RuntimeError as error:
                 raise refusal(error) or error from error
-            keep_for_steps(self._compiled, self._settings.keep_memory)
+            keep_for_steps(self._compiled, self._settings.keep_memory, is_whole=not pieces)
         with calling():
             changed, results = self._compiled(*arguments)
         return changed, results
