@@ -1,6 +1,7 @@
 """``keep_host_memory``: in processes of their own, since it cannot be taken back."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -14,6 +15,7 @@ from onward.execute.host_memory import (
     CAN_BEGIN_LATE,
     KeptMemory,
     can_keep_host_memory,
+    in_pieces,
     keep_host_memory,
 )
 from onward.explain.compare.values import AllValues
@@ -58,6 +60,16 @@ print(least)
 """
 
 
+MANY = STEPS.replace("(jnp.tanh(x @ w) @ w)", "chain(x, w)").replace(
+    "def loss",
+    """def chain(x, w):
+    for _ in range(8):
+        x = jnp.tanh(x @ w)
+    return x
+def loss""",
+)
+
+
 def told(script, how, **environment):
     made = subprocess.run(
         [sys.executable, "-c", script, how],
@@ -89,6 +101,46 @@ def test_a_step_of_large_arrays_keeps_them_unless_told_not_to():
     assert int(kept) < 0.1 * int(left) if CAN_BEGIN_LATE else int(kept) > 0.9 * int(left)
     for lines in (refused, forbidden):
         assert "MiB of temporary arrays go back to the system after each step" in " ".join(lines)
+
+
+@pytest.mark.skipif(not can_keep_host_memory() or not CAN_BEGIN_LATE, reason="it is too late then")
+def test_more_than_a_heap_of_a_thread_holds_is_kept_in_pieces():
+    *plan, kept = told(MANY, "default")
+    *_, left = told(MANY, "no")
+    taken = re.search(r"(\d+) MiB of temporary arrays are kept for the next step", " ".join(plan))
+    assert int(taken[1]) > 64
+    assert int(kept) < 0.1 * int(left)
+
+
+def pieces(rows, **options):
+    def loss(w, x):
+        return jnp.mean(jnp.tanh(jnp.tanh(jnp.tanh(x @ w))) ** 2)
+
+    x = jax.ShapeDtypeStruct((rows, 64), jnp.float32)
+    program = ow.SGD(0.1).minimize(loss, jax.ShapeDtypeStruct((64, 64), jnp.float32), x)
+    return program, in_pieces(program, options.get("keep_memory"))
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu" or not can_keep_host_memory(), reason="of glibc on a CPU")
+def test_a_piece_is_as_large_as_the_largest_array(monkeypatch):
+    row, mib = 64 * 4, 2**20
+    name = "xla_multiheap_size_constraint_per_heap"
+    assert pieces(16 * mib // row)[1] == {name: 16 * mib}
+    assert pieces(6 * mib // row)[1] == {name: 8 * mib}
+    assert pieces(2 * mib // row)[1] == {}  # all in all less than a heap
+    assert pieces(64 * mib // row)[1] == {}  # no heap could hold it
+    assert pieces(16 * mib // row, keep_memory=False)[1] == {}
+    monkeypatch.setenv("ONWARD_KEEP_MEMORY", "0")
+    assert pieces(16 * mib // row)[1] == {}
+    assert pieces(16 * mib // row, keep_memory=True)[1] == {name: 16 * mib}
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu" or not can_keep_host_memory(), reason="of glibc on a CPU")
+def test_one_array_that_no_heap_holds_is_not_said_to_be_kept(asked):
+    program, found = pieces(2**18)
+    compiled = ow.compile(program).executable
+    assert found == {}
+    del compiled
 
 
 def test_a_small_step_asks_for_nothing(monkeypatch):

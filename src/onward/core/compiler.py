@@ -26,6 +26,7 @@ from onward.core.jaxprs.tracing import records
 
 __all__ = [
     "AFFECTED",
+    "AT_HAND",
     "CURE",
     "OPTION",
     "calling",
@@ -40,7 +41,10 @@ _SINGLE = "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
 CURE = f"--{OPTION}={_SINGLE}"
 """The same for a whole process, in the environment variable ``XLA_FLAGS``."""
 
-AFFECTED = (0, 10, 2) <= tuple(int(n) for n in re.findall(r"\d+", jaxlib.__version__)[:3]) <= (0, 11, 0)
+AT_HAND = tuple(int(n) for n in re.findall(r"\d+", jaxlib.__version__)[:3])
+"""The version of jaxlib."""
+
+AFFECTED = (0, 10, 2) <= AT_HAND <= (0, 11, 0)
 
 
 def compiler_options() -> dict[str, str | bool]:

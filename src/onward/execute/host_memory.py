@@ -12,14 +12,13 @@ import ctypes
 import math
 import os
 import platform
-import re
 import sys
 from collections.abc import Mapping
-from importlib.metadata import version
 from typing import NamedTuple
 
 import jax
 
+from onward.core.compiler import AT_HAND
 from onward.core.program import Program
 from onward.core.show import nbytes
 
@@ -35,7 +34,7 @@ _PIECES = "xla_multiheap_size_constraint_per_heap"
 _SWITCH = "ONWARD_KEEP_MEMORY"
 
 # When a step is compiled, the threads of an older jaxlib have heaps of their own, which glibc gives back.
-CAN_BEGIN_LATE = tuple(int(n) for n in re.findall(r"\d+", version("jaxlib"))[:2]) >= (0, 12)
+CAN_BEGIN_LATE = AT_HAND >= (0, 12)
 
 
 class KeptMemory(NamedTuple):

@@ -12,16 +12,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeAlias
 
+from onward.core.compiler import AT_HAND
 from onward.core.jaxprs.body import Body
 from onward.core.jaxprs.edited import rewritten
-from onward.core.jaxprs.products import in_other_order
+from onward.core.jaxprs.products import in_other_order, turned_first
 from onward.core.program import Op, Program
 from onward.core.transform import transform
 from onward.develop.rewrite.windows import touching_windows
 
 BodyRule: TypeAlias = Callable[[Body], Body | None]
 
-RULES: dict[str, tuple[BodyRule, ...]] = {"cpu": (touching_windows, in_other_order)}
+RULES: dict[str, tuple[BodyRule, ...]] = {
+    "cpu": (touching_windows, in_other_order, *((turned_first,) if AT_HAND >= (0, 12) else ()))
+}
 
 
 @transform
@@ -30,8 +33,8 @@ def reformulated(program: Program, platform: str = "cpu") -> Program:
 
     On CPU: max pooling with windows that touch, forward and backward, by comparing whole arrays, which gives
     the same numbers; and gradients of weights that are sums over several axes, such as examples and tokens,
-    as products without a transpose, the same within rounding; in what ops run, too, such as the turns of
-    loops. Changes bodies, and nothing else: types, names and wiring stay.
+    as products without a transpose, and those with one long side, of what is transposed before, the same
+    within rounding; in what ops run, too, such as the turns of loops. Changes bodies, and nothing else: types, names and wiring stay.
 
     Args:
         program: a Program, with or without backward and update; a backward pass that is derived later is not
