@@ -8,9 +8,11 @@ from jax import lax
 from tests.compiled import at_once
 
 import onward as ow
+from onward.core.jaxprs import products
 from onward.core.jaxprs.body import body_of
+from onward.core.jaxprs.edited import rewritten
 from onward.core.jaxprs.patterns import primitives_in, windows_of
-from onward.core.jaxprs.products import in_other_order
+from onward.core.jaxprs.products import in_other_order, turned_first
 from onward.derive.differentiate import rule_for
 from onward.develop.rewrite.formulations import reformulated, reformulated_ops
 from onward.develop.rewrite.windows import touching_windows
@@ -218,3 +220,100 @@ def test_the_gradient_of_every_weight_of_a_network_is_rewritten():
     program = ow.append_backward(ow.trace(loss, ws, x))
     assert [op.type for op in reformulated_ops(program, "cpu")] == ["dot_general_grad"] * 2
     assert reformulated_ops(reformulated(program), "cpu") == () == reformulated_ops(program, "gpu")
+
+
+def weight_gradient(x, g):
+    return lax.dot_general(g, x, (((0, 1), (0, 1)), ((), ()))).T
+
+
+def summed(f, *values):
+    """What two turns of a loop add up."""
+    return lax.fori_loop(0, 2, lambda _, total: total + f(*values), jnp.zeros_like(f(*values)))
+
+
+WITHIN = {
+    "scan": lambda f, *v: lax.scan(lambda c, _: (c, f(*v)), 0.0, None, length=2)[1],
+    "while": lambda f, *v: lax.while_loop(
+        lambda c: c[0] < 2, lambda c: (c[0] + 1, c[1] + f(*v)), (0, jnp.ones_like(f(*v)))
+    )[1],
+    "one of two branches": lambda f, *v: lax.cond(v[0].sum() > 0, lambda: 2 * f(*v), lambda: f(*v)),
+    "checkpoint": lambda f, *v: jax.checkpoint(lambda *v: 2 * f(*v))(*v),
+    "a loop in a loop": lambda f, *v: lax.map(lambda i: i * summed(f, *v), jnp.arange(2.0)),
+}
+
+
+@pytest.mark.parametrize("within", WITHIN.values(), ids=WITHIN)
+@pytest.mark.parametrize(
+    ("rule", "function", "given", "gone"),
+    [
+        (in_other_order, weight_gradient, (whole(2, 3, 4), whole(2, 3, 5)), "transpose"),
+        (touching_windows, pool((2, 2)), (whole(4, 6),), "reduce_window_max"),
+    ],
+    ids=["product", "windows"],
+)
+def test_what_an_op_runs_is_rewritten_too(within, rule, function, given, gone):
+    body = body_of(lambda *v: [within(function, *v)], *given)
+    found = rewritten(body, rule)
+    assert gone in {call.primitive for call in body.calls_within}
+    assert gone not in {call.primitive for call in found.calls_within}
+    assert found.out_types == body.out_types
+    np.testing.assert_array_equal(*results(found, body, *given))
+    assert rewritten(found, rule) is None
+
+
+def test_the_gradient_of_a_weight_in_a_loop_is_rewritten():
+    def loss(ws, x):
+        return jnp.mean(lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0] ** 2)
+
+    program = ow.SGD(0.1).minimize(loss, jnp.ones((3, 4, 4)), jnp.ones((2, 3, 4)))
+    assert [op.type for op in reformulated_ops(program, "cpu")] == ["scan_grad"]
+    assert reformulated_ops(reformulated(program), "cpu") == ()
+
+
+def test_a_loop_over_micro_batches_stays_one():
+    program = ow.accumulate(ow.SGD(0.1).minimize(network, *DATA), 2)
+    (loop,) = (op for op in reformulated(program).ops if op.type == "accumulate")
+    (before,) = (op for op in program.ops if op.type == "accumulate")
+    assert "reduce_window_max" in {call.primitive for call in before.body.calls_within}
+    assert "reduce_window_max" not in {call.primitive for call in loop.body.calls_within}
+    assert (loop.attributes, loop.subprograms) == (before.attributes, before.subprograms)
+
+
+@pytest.mark.parametrize(
+    ("x", "g"),
+    [((6, 8), (6, 2)), ((6, 2), (6, 8)), ((2, 3, 8), (2, 3, 1)), ((2, 3, 2), (2, 3, 8))],
+    ids=["left", "right", "left, two axes", "right, two axes"],
+)
+@pytest.mark.parametrize("exchanged", [False, True])
+def test_a_product_with_one_long_side_is_turned_before(monkeypatch, x, g, exchanged):
+    monkeypatch.setattr(products, "_WORTH", 0)
+    x, g, axes = whole(*x), whole(*g) + 1, tuple(range(len(x) - 1))
+
+    def product(x, g):
+        pair = (g, x) if exchanged else (x, g)
+        return [lax.dot_general(*pair, ((axes, axes), ((), ())), precision=("highest", "default"))]
+
+    body = body_of(product, x, g)
+    found = turned_first(body)
+    (before,), after = body.calls, [call for call in found.calls if call.primitive == "dot_general"]
+    (over, _), _ = after[0].params["dimension_numbers"]
+    assert over == (1,)
+    longer = 0 if before.operands[0].shape[-1] == 8 else 1
+    assert after[0].params["precision"][0] is before.params["precision"][longer]
+    assert found.out_types == body.out_types
+    np.testing.assert_array_equal(*results(found, body, x, g))
+
+
+def test_products_that_gain_nothing_by_it_stay(monkeypatch):
+    x, g = jnp.ones((6, 8)), jnp.ones((6, 2))
+    over = lambda axes: lambda x, g: [lax.dot_general(x, g, (axes, ((), ())))]  # noqa: E731
+    first = over(((0,), (0,)))
+    assert turned_first(body_of(first, x, g)) is None  # few multiplications
+    monkeypatch.setattr(products, "_WORTH", 0)
+    assert turned_first(body_of(first, x, g)) is not None
+    assert turned_first(body_of(first, x, jnp.ones((6, 3)))) is None  # not four times as long
+    assert turned_first(body_of(first, x.astype("bfloat16"), g.astype("bfloat16"))) is None
+    assert turned_first(body_of(over(((1,), (1,))), x, jnp.ones((2, 8)))) is None
+    assert turned_first(body_of(over(((1,), (0,))), x.T, g)) is None
+    assert turned_first(body_of(lambda x, g: [x * 2], x, g)) is None
+    assert turned_first(body_of(first, x, x)) is None

@@ -22,7 +22,7 @@ from onward.develop.fence import fence, worth_fencing
 from onward.develop.fission.fission import fission, fissions
 from onward.develop.recompute.lean import lean
 from onward.develop.recompute.loops import is_recomputed
-from onward.develop.rewrite.formulations import reformulated, reformulated_ops
+from onward.develop.rewrite.formulations import reformulated
 from onward.develop.roll.roll import roll as rolled
 from onward.develop.roll.roll import roll_where_worth, rolls_of
 from onward.develop.stored import stored_values
@@ -107,8 +107,9 @@ def reformed(program: Program, may_split: bool | None = None) -> Tuned:
     if may_split and (loops := fissions(program)):
         program = fission(program)
         notes.append(f"fission: {'; '.join(loops)}")
-    if found := Counter(op.type for op in reformulated_ops(program, platform)):
-        program = reformulated(program, platform)
+    before, program = program, reformulated(program, platform)
+    pairs = zip(before.ops, program.ops, strict=True)
+    if found := Counter(old.type for old, new in pairs if old is not new):
         notes.append(f"rewritten for {platform}: {_counted(found)}")
     if (is_worth := worth_fencing(program, platform))[0]:
         program = fence(program, platform)

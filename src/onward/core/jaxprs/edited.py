@@ -80,7 +80,7 @@ def rewritten(body: Body, rule: Callable[[Body], Body | None]) -> Body | None:
     Args:
         body: any.
         rule: gives an equal Body, or None where it has nothing to say. It sees each jaxpr as a whole, and
-            each of its equations where there are several.
+            then the equations of those that are run, and of others where there are several, one by one.
 
     Returns:
         The new Body; None where the rule has nowhere something to say.
@@ -98,18 +98,18 @@ def rewritten(body: Body, rule: Callable[[Body], Body | None]) -> Body | None:
     return None if found is body else in_place_of(body, found)
 
 
-def _rewritten(body: Body, rule: Callable[[Body], Body | None]) -> Body:
+def _rewritten(body: Body, rule: Callable[[Body], Body | None], is_run: bool = False) -> Body:
     found = rule(body) or body
     old = found.equations
-    new = [_equation(eqn, rule, len(old) > 1) for eqn in old]
+    new = [_equation(eqn, rule, is_run or len(old) > 1) for eqn in old]
     if all(map(operator.is_, old, new)):
         return found
     return Body(close(found.closed.jaxpr.replace(eqns=new), found.closed.consts))
 
 
-def _equation(eqn: Any, rule: Callable[[Body], Body | None], is_one_of_several: bool) -> Any:
+def _equation(eqn: Any, rule: Callable[[Body], Body | None], is_asked: bool) -> Any:
     if of(eqn.primitive.name).runs is None:
-        return _called(eqn, rule) if is_one_of_several else eqn
+        return _called(eqn, rule) if is_asked else eqn
     params = {key: _parameter(value, rule) for key, value in eqn.params.items()}
     return eqn if all(params[key] is eqn.params[key] for key in params) else eqn.replace(params=params)
 
@@ -117,7 +117,7 @@ def _equation(eqn: Any, rule: Callable[[Body], Body | None], is_one_of_several: 
 def _parameter(value: Any, rule: Callable[[Body], Body | None]) -> Any:
     if is_jaxpr(value):
         old = Body(closed_of(value))
-        new = _rewritten(old, rule)
+        new = _rewritten(old, rule, is_run=True)
         return value if new is old else new.closed if hasattr(value, "consts") else new.closed.jaxpr
     if isinstance(value, tuple | list) and any(map(is_jaxpr, value)):
         several = [_parameter(v, rule) for v in value]

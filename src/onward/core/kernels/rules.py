@@ -6,14 +6,13 @@ KernelRules(in_waves=False, keeps_barriers=True, reduces_apart=False, expands=Fa
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 import jax
-from jaxlib import version as jaxlib
 
-_VERSION = tuple(int(n) for n in re.findall(r"\d+", jaxlib.__version__)[:2])
-_IS_NEW = _VERSION >= (0, 12)
+from onward.core.compiler import AT_HAND
+
+_IS_NEW = AT_HAND >= (0, 12)
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ gradient, in the turns of a loop. ``compile`` applies them; what people replace 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import TypeAlias
 
 from onward.core.compiler import AT_HAND
@@ -34,7 +35,8 @@ def reformulated(program: Program, platform: str = "cpu") -> Program:
     On CPU: max pooling with windows that touch, forward and backward, by comparing whole arrays, which gives
     the same numbers; and gradients of weights that are sums over several axes, such as examples and tokens,
     as products without a transpose, and those with one long side, of what is transposed before, the same
-    within rounding; in what ops run, too, such as the turns of loops. Changes bodies, and nothing else: types, names and wiring stay.
+    within rounding; in what ops run, too, such as the turns of loops. Changes bodies, and nothing else:
+    types, names and wiring stay.
 
     Args:
         program: a Program, with or without backward and update; a backward pass that is derived later is not
@@ -61,7 +63,13 @@ def reformulated_ops(program: Program, platform: str) -> tuple[Op, ...]:
 
 
 def _rewritten(op: Op, platform: str) -> Op:
-    for rule in RULES.get(str(platform), ()):
-        if (body := rewritten(op.body, rule)) is not None:
-            op = replace(op, body=body)
-    return op
+    body = rewritten(op.body, partial(_faster, rules=RULES.get(str(platform), ())))
+    return op if body is None else replace(op, body=body)
+
+
+def _faster(body: Body, rules: Iterable[BodyRule]) -> Body | None:
+    """What the rules give one after the other."""
+    found = None
+    for rule in rules:
+        found = rule(found or body) or found
+    return found
