@@ -317,3 +317,6 @@ def test_products_that_gain_nothing_by_it_stay(monkeypatch):
     assert turned_first(body_of(over(((1,), (0,))), x.T, g)) is None
     assert turned_first(body_of(lambda x, g: [x * 2], x, g)) is None
     assert turned_first(body_of(first, x, x)) is None
+    for none in ((), (8,)):  # a product of two numbers, and of all pairs
+        given = jnp.ones(none), jnp.ones((2,) if none else ())
+        assert turned_first(body_of(over(((), ())), *given)) is None

@@ -136,7 +136,8 @@ def _is_over_first(product: Any) -> bool:
     """Whether a product adds up over all axes of both operands but the last of each."""
     sums, batch = product.params["dimension_numbers"]
     first = [tuple(range(v.aval.ndim - 1)) for v in product.invars]
-    return product.params.get("out_sharding") is None and not any(batch) and [*map(tuple, sums)] == first
+    is_so = not any(batch) and () not in first and [*map(tuple, sums)] == first
+    return is_so and product.params.get("out_sharding") is None
 
 
 def _exchanges(product: Any, transposed: Any) -> bool:
