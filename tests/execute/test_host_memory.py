@@ -12,7 +12,6 @@ import pytest
 import onward as ow
 from onward.execute import host_memory
 from onward.execute.host_memory import (
-    CAN_BEGIN_LATE,
     KeptMemory,
     can_keep_host_memory,
     in_pieces,
@@ -95,15 +94,13 @@ def test_a_step_of_large_arrays_keeps_them_unless_told_not_to():
     *plan, kept = told(STEPS, "default")
     *refused, left = told(STEPS, "no")
     forbidden = told(STEPS, "plan", ONWARD_KEEP_MEMORY="0")
-    late = "go back to the system after each step, unless ow.keep_host_memory() is called first"
-    expected = "are kept for the next step" if CAN_BEGIN_LATE else late
-    assert f"MiB of temporary arrays {expected}" in " ".join(plan)
-    assert int(kept) < 0.1 * int(left) if CAN_BEGIN_LATE else int(kept) > 0.9 * int(left)
+    assert "MiB of temporary arrays are kept for the next step" in " ".join(plan)
+    assert int(kept) < 0.1 * int(left)
     for lines in (refused, forbidden):
         assert "MiB of temporary arrays go back to the system after each step" in " ".join(lines)
 
 
-@pytest.mark.skipif(not can_keep_host_memory() or not CAN_BEGIN_LATE, reason="it is too late then")
+@pytest.mark.skipif(not can_keep_host_memory(), reason="only glibc can be told so")
 def test_more_than_a_heap_of_a_thread_holds_is_kept_in_pieces():
     *plan, kept = told(MANY, "default")
     *_, left = told(MANY, "no")
@@ -127,7 +124,7 @@ def test_a_piece_is_as_large_as_the_largest_array(monkeypatch):
     name = "xla_multiheap_size_constraint_per_heap"
     assert pieces(16 * mib // row)[1] == {name: 16 * mib}
     assert pieces(6 * mib // row)[1] == {name: 8 * mib}
-    assert pieces(2 * mib // row)[1] == {}  # all in all less than a heap
+    assert pieces(mib // row)[1] == {}  # little in all
     assert pieces(64 * mib // row)[1] == {}  # no heap could hold it
     assert pieces(16 * mib // row, keep_memory=False)[1] == {}
     monkeypatch.setenv("ONWARD_KEEP_MEMORY", "0")
@@ -146,7 +143,6 @@ def asked(monkeypatch):
     """How often memory was asked to be kept, where every step is large."""
     times = []
     monkeypatch.setattr(host_memory, "LARGE", 1)
-    monkeypatch.setattr(host_memory, "CAN_BEGIN_LATE", True)
     monkeypatch.setattr(host_memory, "keep_host_memory", lambda: times.append(1) or KeptMemory(True, ""))
     return times
 
@@ -169,10 +165,7 @@ def test_many_steps_in_one_call_keep_it_as_one_step_does(asked):
         asked.clear()
 
 
-@pytest.mark.skipif(
-    jax.default_backend() != "cpu" or not can_keep_host_memory() or not CAN_BEGIN_LATE,
-    reason="of glibc on a CPU",
-)
+@pytest.mark.skipif(jax.default_backend() != "cpu" or not can_keep_host_memory(), reason="of glibc on a CPU")
 def test_what_no_heap_holds_is_not_said_to_be_kept(asked):
     notes = " ".join(ow.compile(pieces(2**18)[0]).plan().notes)
     assert "go back to the system after each step, unless ow.keep_host_memory() is called first" in notes

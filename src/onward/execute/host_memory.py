@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 import jax
 
-from onward.core.compiler import AT_HAND
 from onward.core.program import Program
 from onward.core.show import nbytes
 
@@ -32,9 +31,6 @@ LARGE = 16 * 2**20  # bytes of temporary arrays, far more than the C library kee
 _PIECE, _LARGEST_PIECE = 8 * 2**20, 48 * 2**20  # a heap of glibc for a thread other than the first has 64 MiB
 _PIECES = "xla_multiheap_size_constraint_per_heap"
 _SWITCH = "ONWARD_KEEP_MEMORY"
-
-# When a step is compiled, the threads of an older jaxlib have heaps of their own, which glibc gives back.
-CAN_BEGIN_LATE = AT_HAND >= (0, 12)
 
 
 class KeptMemory(NamedTuple):
@@ -53,9 +49,9 @@ def keep_host_memory() -> KeptMemory:
     It pays for steps on CPU with large temporary arrays, such as those of a transformer. In exchange the
     process keeps the most memory it ever used, a quarter to a half more than before. Call it first, before
     arrays are made; it holds for the whole process and cannot be taken back. ``import onward`` never does it;
-    ``compile`` does with jaxlib 0.12 or newer for a step with temporary arrays of 16 MiB or more, unless
-    ``keep_memory=False`` or ONWARD_KEEP_MEMORY=0 says no. Only the C library of GNU/Linux can be told so;
-    elsewhere nothing happens, and ``reason`` says why.
+    ``compile`` does for a step with temporary arrays of 16 MiB or more, unless ``keep_memory=False`` or
+    ONWARD_KEEP_MEMORY=0 says no; for single arrays of more than 48 MiB that is too late. Only the C library
+    of GNU/Linux can be told so; elsewhere nothing happens, and ``reason`` says why.
 
     Source: mallopt(3) of the GNU C library: M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD, M_ARENA_MAX.
 
@@ -106,8 +102,8 @@ def in_pieces(program: Program, wanted: bool | None) -> dict[str, int]:
 
     XLA asks for all of them at once, in a thread of its own. The heap of such a thread has 64 MiB in glibc:
     what is larger comes from the system, and goes back to it, whatever was set. In pieces of 8 MiB, or of the
-    largest array, a step of a transformer with 78 MiB of them took 0.66 of its time on two cores. There is
-    none where an array is larger than 48 MiB, or all of the Program together are smaller.
+    largest array, a step of a transformer with 78 MiB of them took 0.68 of its time on two cores. There is
+    none where an array is larger than 48 MiB, or all of a Program are smaller than 16 MiB together.
 
     Args:
         program: what is compiled.
@@ -116,7 +112,7 @@ def in_pieces(program: Program, wanted: bool | None) -> dict[str, int]:
     if jax.default_backend() != "cpu" or _is_refused(wanted, os.environ) or not can_keep_host_memory():
         return {}
     sizes = [nbytes(v) for v in program.variables.values()]
-    if sum(sizes) < _LARGEST_PIECE:
+    if sum(sizes) < LARGE:
         return {}
     if program.code is None:
         several = (op.body for op in program.ops if op.primitive.runs or len(op.body.equations) > 1)
@@ -146,12 +142,11 @@ def keep_for_steps(
     told = f"host memory: {taken / 2**20:,.0f} MiB of temporary arrays"
     if _is_refused(wanted, environment):
         return f"{told} go back to the system after each step"
-    late = f"{told} go back to the system after each step, unless ow.keep_host_memory() is called first"
-    if not CAN_BEGIN_LATE:
-        return late
     if not (kept := keep_host_memory()):
         return f"{told}, not kept: {kept.reason}"
-    return late if is_whole and taken > _LARGEST_PIECE else f"{told} are kept for the next step"
+    if is_whole and taken > _LARGEST_PIECE:
+        return f"{told} go back to the system after each step, unless ow.keep_host_memory() is called first"
+    return f"{told} are kept for the next step"
 
 
 def _is_refused(wanted: bool | None, environment: Mapping[str, str]) -> bool:

@@ -113,7 +113,7 @@ def literal_value(literal: Any) -> Any:
 
 
 def inputs_of(eqn: Any) -> list[Any]:
-    """What an equation reads, each once, without the numbers that stand there."""
+    """The operands of an equation, each once, without the numbers that stand there."""
     return list(dict.fromkeys(v for v in eqn.invars if not isinstance(v, jex.Literal)))
 
 

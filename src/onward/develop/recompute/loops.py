@@ -54,7 +54,7 @@ def loops(program: Program) -> list[Op]:
 
 
 def saved_by(op: Op) -> tuple[Variable, ...]:
-    """What an op of the forward pass computes, behind its results, for its gradient."""
+    """The values that an op of the forward pass computes for its gradient, behind its results."""
     return op.outputs[len((op.primal or op.body).out_avals) :]
 
 

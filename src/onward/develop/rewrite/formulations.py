@@ -68,7 +68,7 @@ def _rewritten(op: Op, platform: str) -> Op:
 
 
 def _faster(body: Body, rules: Iterable[BodyRule]) -> Body | None:
-    """What the rules give one after the other."""
+    """The Body that the rules make one after the other; None where none has anything to say."""
     found = None
     for rule in rules:
         found = rule(found or body) or found
