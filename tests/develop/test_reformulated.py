@@ -238,6 +238,8 @@ WITHIN = {
     )[1],
     "one of two branches": lambda f, *v: lax.cond(v[0].sum() > 0, lambda: 2 * f(*v), lambda: f(*v)),
     "checkpoint": lambda f, *v: jax.checkpoint(lambda *v: 2 * f(*v))(*v),
+    "what a turn hands on": lambda f, *v: lax.scan(lambda c, _: (c, f(*c)), v, None, length=2)[1],
+    "a checkpoint that hands on": lambda f, *v: jax.checkpoint(lambda *v: (*v, f(*v)))(*v)[-1],
     "a loop in a loop": lambda f, *v: lax.map(lambda i: i * summed(f, *v), jnp.arange(2.0)),
 }
 

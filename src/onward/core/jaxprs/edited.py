@@ -64,7 +64,7 @@ def call_with_inner(body: Body, name: str, inner: Body) -> Callable[..., list[An
 
 def in_place_of(old: Body, new: Body) -> Body:
     """A Body that computes what the new one does, and tells of itself beside that what the old one told."""
-    if type(old) in (Body, EquationBody):
+    if isinstance(old, EquationBody):
         return new
     kept = {
         k: v for k, v in vars(old).items() if not isinstance(getattr(type(old), k, None), cached_property)

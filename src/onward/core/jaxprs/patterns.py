@@ -11,7 +11,7 @@ import numpy as np
 from jax.extend import core as jex
 
 from onward.core.jaxprs.body import Body
-from onward.core.jaxprs.equations import called_by, has_rule_of_its_own, is_inlined, literal_value
+from onward.core.jaxprs.equations import called_by, has_rule_of_its_own, inputs_of, is_inlined, literal_value
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,22 @@ class Windows:
     gradient: int = 0
 
 
+def only_equation(body: Body) -> Any:
+    """The equation that a Body is: it reads inputs, and its results are the outputs; None of any other Body.
+
+    >>> import jax.numpy as jnp, onward as ow
+    >>> of = lambda f: only_equation(ow.graph.body_of(f, jnp.ones(2)))
+    >>> of(lambda x: [jnp.sin(x)]).primitive.name
+    'sin'
+    >>> of(lambda x: [x, jnp.sin(x)]) is of(lambda x: [jnp.sin(x), jnp.cos(x)]) is None
+    True
+    """
+    _, _, given, eqns, results = body.parts
+    if len(eqns) != 1 or not {*inputs_of(eqns[0])} <= {*given} or list(results) != list(eqns[0].outvars):
+        return None
+    return eqns[0]
+
+
 def windows_of(body: Body) -> Windows | None:
     """The windows in which a Body looks for the largest number; None if it does anything else.
 
@@ -73,9 +89,9 @@ def windows_of(body: Body) -> Windows | None:
     >>> windows_of(ow.graph.body_of(pool, jnp.ones(6)))
     Windows(sizes=(2,), backward=False, gradient=0)
     """
-    if len(body.equations) != 1:
+    eqn = only_equation(body)
+    if eqn is None:
         return None
-    (eqn,) = body.equations
     params, backward = eqn.params, eqn.primitive.name == "select_and_scatter_add"
     if not backward and eqn.primitive.name != "reduce_window_max":
         return None

@@ -17,6 +17,7 @@ from jax.extend import core as jex
 
 from onward.core.jaxprs.body import Body, body_of
 from onward.core.jaxprs.equations import close
+from onward.core.jaxprs.patterns import only_equation
 
 _WORTH = 2**23  # multiplications
 
@@ -64,10 +65,8 @@ def turned_first(body: Body) -> Body | None:
         >>> [eqn.primitive.name for eqn in turned_first(body).equations]
         ['transpose', 'optimization_barrier', 'dot_general']
     """
-    eqn = body.equations[0] if len(body.equations) == 1 else None
+    eqn = only_equation(body)
     if eqn is None or eqn.primitive.name != "dot_general" or not _is_over_first(eqn):
-        return None
-    if len(body.in_types) != 2:
         return None
     order = list(map(body.parts.invars.index, eqn.invars))
     types = [body.in_types[i] for i in order]
