@@ -28,7 +28,11 @@ _SETTINGS = {_MMAP_MAX: 0, _TRIM_THRESHOLD: _NEVER, _TOP_PAD: _GROWS_BY, _ARENA_
 
 
 LARGE = 16 * 2**20  # bytes of temporary arrays, far more than the C library keeps by itself
-_PIECE, _LARGEST_PIECE = 8 * 2**20, 48 * 2**20  # a heap of glibc for a thread other than the first has 64 MiB
+_PIECE, _WIDE_PIECE, _LARGEST_PIECE = (
+    8 * 2**20,
+    32 * 2**20,
+    48 * 2**20,
+)  # a heap of glibc for a thread other than the first has 64 MiB
 _PIECES = "xla_multiheap_size_constraint_per_heap"
 _SWITCH = "ONWARD_KEEP_MEMORY"
 
@@ -101,9 +105,11 @@ def in_pieces(program: Program, wanted: bool | None) -> dict[str, int]:
     """The option by which XLA's CPU compiler takes temporary arrays in pieces that glibc can keep.
 
     XLA asks for all of them at once, in a thread of its own. The heap of such a thread has 64 MiB in glibc:
-    what is larger comes from the system, and goes back to it, whatever was set. In pieces of 8 MiB, or of the
-    largest array, a step of a transformer with 78 MiB of them took 0.68 of its time on two cores. There is
-    none where an array is larger than 48 MiB, or all of a Program are smaller than 16 MiB together.
+    what is larger comes from the system, and goes back to it, whatever was set. In pieces of 8 MiB a step of
+    a transformer with 78 MiB of them took 0.68 of its time on two cores. A piece holds twice the largest
+    array, for XLA computes wider ones than the Program has, such as for a sort; where that would be more
+    than 32 MiB, the largest. None is larger than 48 MiB: then, or where all arrays of a Program are smaller
+    than 16 MiB together, XLA is told nothing.
 
     Args:
         program: what is compiled.
@@ -118,7 +124,10 @@ def in_pieces(program: Program, wanted: bool | None) -> dict[str, int]:
         several = (op.body for op in program.ops if op.primitive.runs or len(op.body.equations) > 1)
         types = (t for body in several for call in body.calls_within for t in call.results)
         sizes += (math.prod(t.shape) * t.dtype.itemsize for t in types)
-    return {_PIECES: max(_PIECE, *sizes)} if max(sizes) <= _LARGEST_PIECE else {}
+    largest = max(sizes)
+    if largest > _LARGEST_PIECE:
+        return {}
+    return {_PIECES: max(_PIECE, largest if 2 * largest > _WIDE_PIECE else 2 * largest)}
 
 
 def keep_for_steps(
