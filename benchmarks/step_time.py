@@ -6,8 +6,8 @@ than a scan by hand. Onward is ``compile(optimizer.minimize(loss, params, *data)
 of the same loss function. Every library that is installed takes the same steps, in its own words.
 
     onward                 as it comes
-    onward, memory kept    in a process that called ``ow.keep_host_memory()``, which would help the peers that
-                           run on JAX as well: what it gains over ``onward`` comes from there
+    onward, memory kept    ``compile(program, keep_memory=True)``: temporary arrays come in pieces, which the
+                           C library keeps for the next step
     onward, 10 per call    ``step.run(state, batches, steps=10)``
     onward, cores='auto'   ``compile(program, cores="auto")``: one replica on each core, where that pays
     onward, 2 cores        ``compile(program, cores=2)``: two replicas on two host devices

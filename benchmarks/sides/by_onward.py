@@ -13,7 +13,6 @@ from benchmarks.sides import Running, by_optax
 from benchmarks.workloads import CLIP, EPSILON, FIRST_SUM, MOMENTUM, WEIGHT_DECAY, Workload
 from onward.core.compiler import OPTION
 from onward.develop.recompute.recompute import recompute
-from onward.execute.host_memory import keep_host_memory
 from onward.execute.trials.tune import LIBRARIES
 from onward.typing import OptionSet
 
@@ -36,9 +35,8 @@ def plain(work: Workload, model: Model) -> Running:
 
 
 def memory_kept(work: Workload, model: Model) -> Running:
-    """The same in a process that keeps the memory of a step for the next one."""
-    keep_host_memory()
-    return plain(work, model)
+    """The same, the memory of a step kept for the next one."""
+    return _running(_program(work, model), model, keep_memory=True)
 
 
 def on_two_cores(work: Workload, model: Model) -> Running:

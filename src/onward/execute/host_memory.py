@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import jax
 
+from onward.core.compiler import AT_HAND
 from onward.core.program import Program
 from onward.core.show import nbytes
 
@@ -28,13 +29,14 @@ _SETTINGS = {_MMAP_MAX: 0, _TRIM_THRESHOLD: _NEVER, _TOP_PAD: _GROWS_BY, _ARENA_
 
 
 LARGE = 16 * 2**20  # bytes of temporary arrays, far more than the C library keeps by itself
-_PIECE, _WIDE_PIECE, _LARGEST_PIECE = (
-    8 * 2**20,
-    32 * 2**20,
-    48 * 2**20,
-)  # a heap of glibc for a thread other than the first has 64 MiB
+_HEAP = 63 * 2**20  # bytes that glibc has room for in one heap of a thread other than the first
+_PIECE, _LARGEST_PIECE = 8 * 2**20, 48 * 2**20
 _PIECES = "xla_multiheap_size_constraint_per_heap"
 _SWITCH = "ONWARD_KEEP_MEMORY"
+
+# When a step is compiled, the threads of an older jaxlib have heaps of their own, which glibc gives back.
+CAN_BEGIN_LATE = AT_HAND >= (0, 12)
+_called: list[bool] = []  # whether a person, or one of our own programs, asked for it before
 
 
 class KeptMemory(NamedTuple):
@@ -53,9 +55,10 @@ def keep_host_memory() -> KeptMemory:
     It pays for steps on CPU with large temporary arrays, such as those of a transformer. In exchange the
     process keeps the most memory it ever used, a quarter to a half more than before. Call it first, before
     arrays are made; it holds for the whole process and cannot be taken back. ``import onward`` never does it;
-    ``compile`` does for a step with temporary arrays of 16 MiB or more, unless ``keep_memory=False`` or
-    ONWARD_KEEP_MEMORY=0 says no; for single arrays of more than 48 MiB that is too late. Only the C library
-    of GNU/Linux can be told so; elsewhere nothing happens, and ``reason`` says why.
+    ``compile`` does with jaxlib 0.12 or newer for a step with temporary arrays of 16 MiB or more, unless
+    ``keep_memory=False`` or ONWARD_KEEP_MEMORY=0 says no. Of more than 63 MiB it comes too late then, unless
+    ``keep_memory=True`` lets XLA ask for pieces. Only the C library of GNU/Linux can be told so;
+    elsewhere nothing happens, and ``reason`` says why.
 
     Source: mallopt(3) of the GNU C library: M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD, M_ARENA_MAX.
 
@@ -69,6 +72,11 @@ def keep_host_memory() -> KeptMemory:
         ...         print(kept.reason)
         ...     # make arrays, compile, train
     """
+    _called.append(True)
+    return _keep()
+
+
+def _keep() -> KeptMemory:
     can, reason = can_keep_host_memory()
     if not can:
         return KeptMemory(False, reason)
@@ -106,35 +114,32 @@ def in_pieces(program: Program, wanted: bool | None) -> dict[str, int]:
 
     XLA asks for all of them at once, in a thread of its own. The heap of such a thread has 64 MiB in glibc:
     what is larger comes from the system, and goes back to it, whatever was set. In pieces of 8 MiB a step of
-    a transformer with 78 MiB of them took 0.68 of its time on two cores. A piece holds twice the largest
-    array, for XLA computes wider ones than the Program has, such as for a sort; where that would be more
-    than 32 MiB, the largest. None is larger than 48 MiB: then, or where all arrays of a Program are smaller
-    than 16 MiB together, XLA is told nothing.
+    a transformer with 78 MiB of them took 0.68 of its time on two cores. It is done for those who ask:
+    programs in 16 bits take up to half as much memory again, XLA writes lines to the error output about
+    arrays wider than a piece, and JAX's cache of compiled programs cannot hold them, so that with one there
+    are none.
 
     Args:
-        program: what is compiled.
-        wanted: whether memory is to be kept; None: unless the environment forbids it.
+        program: what is compiled. No piece is larger than 48 MiB: with a larger array there are none.
+        wanted: whether memory is to be kept, as people asked for it.
     """
-    if jax.default_backend() != "cpu" or _is_refused(wanted, os.environ) or not can_keep_host_memory():
+    cached = jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir
+    if wanted is not True or jax.default_backend() != "cpu" or not can_keep_host_memory() or cached:
         return {}
     sizes = [nbytes(v) for v in program.variables.values()]
-    if sum(sizes) < LARGE:
-        return {}
     if program.code is None:
         several = (op.body for op in program.ops if op.primitive.runs or len(op.body.equations) > 1)
         types = (t for body in several for call in body.calls_within for t in call.results)
         sizes += (math.prod(t.shape) * t.dtype.itemsize for t in types)
-    largest = max(sizes)
-    if largest > _LARGEST_PIECE:
-        return {}
-    return {_PIECES: max(_PIECE, largest if 2 * largest > _WIDE_PIECE else 2 * largest)}
+    largest = max(sizes, default=0)
+    return {_PIECES: max(_PIECE, largest)} if largest <= _LARGEST_PIECE else {}
 
 
 def keep_for_steps(
     compiled: jax.stages.Compiled,
     wanted: bool | None,
     environment: Mapping[str, str] = os.environ,
-    is_whole: bool = False,
+    is_whole: bool = True,
 ) -> str:
     """Keep host memory where the steps of an executable gain from it, and say so; empty where they do not.
 
@@ -149,14 +154,14 @@ def keep_for_steps(
     if not wanted and (taken < LARGE or jax.default_backend() != "cpu"):
         return ""
     told = f"host memory: {taken / 2**20:,.0f} MiB of temporary arrays"
-    if _is_refused(wanted, environment):
+    if wanted is False or (wanted is None and environment.get(_SWITCH) == "0"):
         return f"{told} go back to the system after each step"
-    if not (kept := keep_host_memory()):
-        return f"{told}, not kept: {kept.reason}"
-    if is_whole and taken > _LARGEST_PIECE:
+    is_late = is_whole and not _called
+    if is_late and not CAN_BEGIN_LATE:
         return f"{told} go back to the system after each step, unless ow.keep_host_memory() is called first"
+    if not (kept := _keep()):
+        return f"{told}, not kept: {kept.reason}"
+    if is_late and taken > _HEAP:
+        ways = "ow.keep_host_memory() is called first" + (", or with keep_memory=True" if not wanted else "")
+        return f"{told} go back to the system after each step, unless {ways}"
     return f"{told} are kept for the next step"
-
-
-def _is_refused(wanted: bool | None, environment: Mapping[str, str]) -> bool:
-    return wanted is False or (wanted is None and environment.get(_SWITCH) == "0")

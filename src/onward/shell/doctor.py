@@ -17,7 +17,7 @@ import jax
 from jaxlib import version as jaxlib
 
 from onward.core import compiler
-from onward.execute.host_memory import can_keep_host_memory
+from onward.execute.host_memory import CAN_BEGIN_LATE, can_keep_host_memory
 
 EXTRAS = {
     "cluster": "trainers and parameter servers",
@@ -170,6 +170,9 @@ def _host_memory(environment: Mapping[str, str]) -> Finding:
         advice = (
             "Large steps on CPU are faster without ONWARD_KEEP_MEMORY=0; the process then keeps more memory."
         )
+        return Finding("host memory", "goes back to the system after each step", advice)
+    if not CAN_BEGIN_LATE:
+        advice = "Large steps on CPU gain from onward.keep_host_memory(), called before arrays are made."
         return Finding("host memory", "goes back to the system after each step", advice)
     return Finding("host memory", "stays with the process once a step of 16 MiB and more is compiled")
 

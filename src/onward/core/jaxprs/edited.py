@@ -121,7 +121,10 @@ def _parameter(value: Any, rule: Callable[[Body], Body | None]) -> Any:
         return value if new is old else new.closed if hasattr(value, "consts") else new.closed.jaxpr
     if isinstance(value, tuple | list) and any(map(is_jaxpr, value)):
         several = [_parameter(v, rule) for v in value]
-        return value if all(map(operator.is_, value, several)) else type(value)(several)
+        if all(map(operator.is_, value, several)):
+            return value
+        make = getattr(value, "_make", type(value))  # custom_linear_solve has a named tuple
+        return make(several)
     return value
 
 

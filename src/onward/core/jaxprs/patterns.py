@@ -74,10 +74,12 @@ def only_equation(body: Body) -> Any:
     >>> of(lambda x: [x, jnp.sin(x)]) is of(lambda x: [jnp.sin(x), jnp.cos(x)]) is None
     True
     """
-    _, _, given, eqns, results = body.parts
-    if len(eqns) != 1 or not {*inputs_of(eqns[0])} <= {*given} or list(results) != list(eqns[0].outvars):
+    eqns = body.equations
+    if len(eqns) != 1:
         return None
-    return eqns[0]
+    _, _, given, _, results = body.parts
+    is_all = {*inputs_of(eqns[0])} <= {*given} and list(results) == list(eqns[0].outvars)
+    return eqns[0] if is_all else None
 
 
 def windows_of(body: Body) -> Windows | None:

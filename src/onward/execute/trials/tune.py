@@ -24,7 +24,7 @@ from onward.develop.attention.fuse import fuse_attention
 from onward.develop.attention.report import attentions_of
 from onward.execute.cores import is_in_flags
 from onward.execute.disk.encoding import encode
-from onward.execute.host_memory import LARGE, can_keep_host_memory
+from onward.execute.host_memory import CAN_BEGIN_LATE, LARGE, can_keep_host_memory
 from onward.execute.options import OptionSet, all_options, option_set
 from onward.execute.state import State
 from onward.execute.step import Step
@@ -121,6 +121,10 @@ class Trials:
         )
         rows = [("options", "ms", "ratio", "min..max", "results"), *(t.row for t in self.tried)]
         told = [f"best: {self.best.name}" + (f" ({self.best})" if self.best.words else "")]
+        if self.best.keep_memory and not CAN_BEGIN_LATE:
+            told.append(
+                "call ow.keep_host_memory() at the top of the script: with this jaxlib compile is too late"
+            )
         if self.file is not None:
             told.append(f"remembered in {self.file}: compile(program, options='tuned')")
         return "\n".join((head, columns(rows, right=(1, 2)), *told))
@@ -336,7 +340,8 @@ def _list(tried: _Contest) -> Iterator[OptionSet]:
     if tried.written.has_attention:
         yield OptionSet("fused attention", attention=True)
     if tried.temporary >= LARGE and can_keep_host_memory():
-        yield OptionSet("memory not kept", keep_memory=False)
+        kept = not CAN_BEGIN_LATE
+        yield OptionSet("memory kept" if kept else "memory not kept", keep_memory=kept)
 
 
 def _step_of(what: Any) -> Step:
