@@ -14,7 +14,7 @@ import os
 import platform
 import sys
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -123,7 +123,8 @@ def in_pieces(program: Program, wanted: bool | None) -> dict[str, int]:
         program: what is compiled. No piece is larger than 48 MiB: with a larger array there are none.
         wanted: whether memory is to be kept, as people asked for it.
     """
-    cached = jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir
+    settings: Any = jax.config  # the types of JAX 0.10 lack some
+    cached = settings.jax_enable_compilation_cache and settings.jax_compilation_cache_dir
     if wanted is not True or jax.default_backend() != "cpu" or not can_keep_host_memory() or cached:
         return {}
     sizes = [nbytes(v) for v in program.variables.values()]
