@@ -185,6 +185,23 @@ def test_it_says_why_not_on_other_systems(monkeypatch):
     assert kept.reason == "on darwin there is no mallopt; the system's own allocator decides"
 
 
+def test_a_call_that_did_nothing_is_not_counted_as_an_early_one(monkeypatch):
+    monkeypatch.setattr(host_memory, "_called", [])
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert not keep_host_memory()
+    assert host_memory._called == []
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu" or not can_keep_host_memory(), reason="of glibc on a CPU")
+@pytest.mark.parametrize("is_early", [False, True])
+def test_the_plan_says_whether_one_large_piece_is_kept(monkeypatch, asked, is_early):
+    monkeypatch.setattr(host_memory, "_called", [True] * is_early)
+    monkeypatch.setattr(host_memory, "_HEAP", 1)
+    notes = " ".join(ow.compile(ow.SGD(0.1).minimize(loss, W, X)).plan().notes)
+    assert ("are kept for the next step" in notes) is is_early
+    assert ("or with keep_memory=True" in notes) is not is_early
+
+
 def test_it_says_why_not_with_another_c_library(monkeypatch):
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr("platform.libc_ver", lambda: ("", ""))

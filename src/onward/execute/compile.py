@@ -96,8 +96,8 @@ def compile(  # noqa: A001
         keep_memory: keep the host memory of temporary arrays for the next step in place of asking the system
             for it again, on GNU/Linux, for the whole process: ``keep_host_memory``. None: on a CPU, where
             they take 16 MiB or more and ONWARD_KEEP_MEMORY is not 0. With jaxlib below 0.12 it is too late
-            for that: call ``keep_host_memory`` first. True: in pieces, too, which keeps more
-            than 63 MiB, may take more memory, and is not for JAX's compilation cache.
+            for that: call ``keep_host_memory`` first. True: XLA takes them in pieces, so that more than 63
+            MiB are kept, too; it may be more memory in all. With JAX's compilation cache it takes none.
         options: options of XLA by name, over those that Onward gives by itself, such as
             ``{"xla_cpu_prefer_vector_width": 512}``; an option set that ``tune`` found; or ``"tuned"``: the
             one that ``tune`` remembered of this Program on this machine, where there is one.

@@ -36,7 +36,7 @@ _SWITCH = "ONWARD_KEEP_MEMORY"
 
 # When a step is compiled, the threads of an older jaxlib have heaps of their own, which glibc gives back.
 CAN_BEGIN_LATE = AT_HAND >= (0, 12)
-_called: list[bool] = []  # whether a person, or one of our own programs, asked for it before
+_called: list[bool] = []  # whether it was asked for before a step was compiled, and done
 
 
 class KeptMemory(NamedTuple):
@@ -72,8 +72,9 @@ def keep_host_memory() -> KeptMemory:
         ...         print(kept.reason)
         ...     # make arrays, compile, train
     """
-    _called.append(True)
-    return _keep()
+    if kept := _keep():
+        _called.append(True)
+    return kept
 
 
 def _keep() -> KeptMemory:
