@@ -14,7 +14,7 @@ from math import nan
 from statistics import median
 
 from benchmarks.harness import Row, in_turn, ratio_row
-from benchmarks.sides import KEPT, ONWARD, PEERS, REFERENCE, SIDES
+from benchmarks.sides import ONWARD, PEERS, REFERENCE, SIDES
 from benchmarks.worker import Local, SideError, Worker
 from benchmarks.workloads import WORKLOADS
 
@@ -133,10 +133,6 @@ def _measure(
         return found
 
     return measure
-
-
-def _target(side: str, targets: Mapping[str, float]) -> float | None:
-    return targets.get(ONWARD if side == KEPT else side)
 
 
 def _note(ours: int | None, theirs: int | None) -> str:

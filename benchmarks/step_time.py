@@ -6,8 +6,7 @@ than a scan by hand. Onward is ``compile(optimizer.minimize(loss, params, *data)
 of the same loss function. Every library that is installed takes the same steps, in its own words.
 
     onward                 as it comes
-    onward, memory kept    ``compile(program, keep_memory=True)``: temporary arrays come in pieces, which the
-                           C library keeps for the next step
+    ..., memory given back ``compile(program, keep_memory=False)``: temporary arrays go back to the system
     onward, 10 per call    ``step.run(state, batches, steps=10)``
     onward, cores='auto'   ``compile(program, cores="auto")``: one replica on each core, where that pays
     onward, 2 cores        ``compile(program, cores=2)``: two replicas on two host devices
@@ -28,7 +27,7 @@ from typing import NamedTuple
 
 from benchmarks.contest import contest, peers_of
 from benchmarks.harness import ONWARD, Row
-from benchmarks.sides import ALL_CORES, CONTROL, CORES, KEPT, PEERS, SCAN, TEN_STEPS
+from benchmarks.sides import ALL_CORES, CONTROL, CORES, GIVEN_BACK, PEERS, SCAN, TEN_STEPS
 
 
 class Case(NamedTuple):
@@ -44,8 +43,6 @@ class Case(NamedTuple):
         """A row for each side, whose goal counts where the one that it is about is installed."""
         rivals = {side: rival for side, rival in self.against.items() if rival in sides}
         targets = {side: t for side, t in self.targets.items() if side not in self.against or side in rivals}
-        if ONWARD in rivals:
-            rivals[KEPT] = rivals[ONWARD]
         return contest(self.work, [*sides], rounds, targets, against=rivals)
 
 
@@ -70,5 +67,5 @@ def run(rounds: int | None = None, quick: bool = False) -> list[Row]:
         return [row for case in CASES[:5:4] for row in contest(case.work, [ONWARD], rounds, quick=True)]
     found = []
     for case in CASES:
-        found += case.rows(rounds, [ONWARD, KEPT, *case.more, *peers_of(case.work, case.peers)])
+        found += case.rows(rounds, [ONWARD, GIVEN_BACK, *case.more, *peers_of(case.work, case.peers)])
     return found

@@ -28,7 +28,7 @@ from benchmarks.workloads import Workload
 REFERENCE = "jit + optax"
 CONTROL = "jit + optax, again"
 SCAN = "jit + optax, a scan"
-KEPT = "onward, memory kept"
+GIVEN_BACK = "onward, memory given back"
 TEN_STEPS = "onward, 10 per call"
 CORES = "onward, 2 cores"
 ALL_CORES = "onward, cores='auto'"
@@ -92,7 +92,7 @@ SIDES = {
     SCAN: Entry("by_optax:scanned", "optax", ("transformer", "residual_mlp")),
     CHECKPOINT: Entry("by_optax:checkpointed", "optax", ("transformer", "residual_mlp")),
     ONWARD: Entry("by_onward:plain", "onward"),
-    KEPT: Entry("by_onward:memory_kept", "onward"),
+    GIVEN_BACK: Entry("by_onward:memory_given_back", "onward"),
     TEN_STEPS: Entry("by_onward:ten_steps", "onward"),
     CORES: Entry("by_onward:on_two_cores", "onward", (), _TWO),
     ALL_CORES: Entry("by_onward:on_all_cores", "onward", (), _TWO),

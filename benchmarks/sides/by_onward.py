@@ -34,9 +34,9 @@ def plain(work: Workload, model: Model) -> Running:
     return _running(_program(work, model), model)
 
 
-def memory_kept(work: Workload, model: Model) -> Running:
-    """The same, the memory of a step kept for the next one."""
-    return _running(_program(work, model), model, keep_memory=True)
+def memory_given_back(work: Workload, model: Model) -> Running:
+    """The same, the memory of a step given back to the system after it."""
+    return _running(_program(work, model), model, keep_memory=False)
 
 
 def on_two_cores(work: Workload, model: Model) -> Running:

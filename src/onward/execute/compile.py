@@ -95,9 +95,9 @@ def compile(  # noqa: A001
             and ``step.expect_going`` after it. What ``guard`` or a loss scale leaves out is not a fault.
         keep_memory: keep the host memory of temporary arrays for the next step in place of asking the system
             for it again, on GNU/Linux, for the whole process: ``keep_host_memory``. None: on a CPU, where
-            they take 16 MiB or more and ONWARD_KEEP_MEMORY is not 0. With jaxlib below 0.12 it is too late
-            for that: call ``keep_host_memory`` first. True: XLA takes them in pieces, so that more than 63
-            MiB are kept, too; it may be more memory in all. With JAX's compilation cache it takes none.
+            they take 16 MiB or more and ONWARD_KEEP_MEMORY is not 0; more than 63 MiB where the machine has
+            plenty, for up to five times as much is kept. These come in pieces then, but not with JAX's
+            compilation cache, which cannot hold such an executable.
         options: options of XLA by name, over those that Onward gives by itself, such as
             ``{"xla_cpu_prefer_vector_width": 512}``; an option set that ``tune`` found; or ``"tuned"``: the
             one that ``tune`` remembered of this Program on this machine, where there is one.

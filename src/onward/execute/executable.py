@@ -20,7 +20,7 @@ from onward.core.program import Op, Program, Variable
 from onward.core.words import Placement
 from onward.develop.watch.watch import watching_of
 from onward.distribute.split.in_words import fingerprint
-from onward.execute.host_memory import in_pieces, keep_for_steps
+from onward.execute.host_memory import arrays_of, in_pieces, keep_for_steps
 from onward.execute.layout import Layout, Lending
 from onward.execute.loop.interrupt import uninterrupted
 from onward.execute.lying import Lying, fed_by_all, homes_of, lying, within
@@ -129,14 +129,14 @@ class Executable:
     def compile(self, options: Mapping[str, Value] | None = None) -> None:
         """Compile ahead of time, with the buffers of the changing state donated."""
         self._compiled = self._compiled_with(self._shardings, options)
-        self.host_memory = keep_for_steps(self._compiled, self._keep_memory, is_whole=not self._pieces)
+        self.host_memory = keep_for_steps(self._compiled, self._keep_memory, self._all_options)
         if self.is_shared:
             self._peers = Peers.meet(self._deadline)
             self._fingerprint = fingerprint(self.program)
 
     @cached_property
-    def _pieces(self) -> dict[str, int]:
-        return in_pieces(self.program, self._keep_memory)
+    def _all_options(self) -> dict[str, Any]:
+        return in_pieces(arrays_of(self.program), self._keep_memory) | all_options(self._options)
 
     @property
     def _shardings(self) -> Mapping[str, Any]:
@@ -193,7 +193,7 @@ class Executable:
     ) -> jax.stages.Compiled:
         self.compilations += 1
         try:
-            chosen: dict[str, Any] = dict(options or {**self._pieces, **all_options(self._options)})
+            chosen: dict[str, Any] = dict(options or self._all_options)
             return self.lowered(shardings).compile(chosen)
         except RuntimeError as error:
             if (refused := refusal(error)) is not None:

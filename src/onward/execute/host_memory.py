@@ -13,14 +13,14 @@ import math
 import os
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
-from onward.core.compiler import AT_HAND
+from onward.core.jaxprs.equations import results_within
 from onward.core.program import Program
-from onward.core.show import nbytes
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX, _ARENA_MAX = -1, -2, -4, -8  # as <malloc.h> numbers them
 _NEVER = 2**31 - 1
@@ -30,12 +30,11 @@ _SETTINGS = {_MMAP_MAX: 0, _TRIM_THRESHOLD: _NEVER, _TOP_PAD: _GROWS_BY, _ARENA_
 
 LARGE = 16 * 2**20  # bytes of temporary arrays, far more than the C library keeps by itself
 _HEAP = 63 * 2**20  # bytes that glibc has room for in one heap of a thread other than the first
-_PIECE, _LARGEST_PIECE = 8 * 2**20, 48 * 2**20
+_PIECE = 48 * 2**20
+_PART = 16  # of the memory of a machine: what all arrays of a step take at most, if it is kept unasked
 _PIECES = "xla_multiheap_size_constraint_per_heap"
 _SWITCH = "ONWARD_KEEP_MEMORY"
-
-# When a step is compiled, the threads of an older jaxlib have heaps of their own, which glibc gives back.
-CAN_BEGIN_LATE = AT_HAND >= (0, 12)
+_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 _called: list[bool] = []  # whether it was asked for before a step was compiled, and done
 
 
@@ -53,12 +52,12 @@ def keep_host_memory() -> KeptMemory:
     """Let this process keep the memory that a step has used, so that the next step need not ask for it.
 
     It pays for steps on CPU with large temporary arrays, such as those of a transformer. In exchange the
-    process keeps the most memory it ever used, a quarter to a half more than before. Call it first, before
+    process keeps the most memory it ever used. Call it first, before
     arrays are made; it holds for the whole process and cannot be taken back. ``import onward`` never does it;
-    ``compile`` does with jaxlib 0.12 or newer for a step with temporary arrays of 16 MiB or more, unless
-    ``keep_memory=False`` or ONWARD_KEEP_MEMORY=0 says no. Of more than 63 MiB it comes too late then, unless
-    ``keep_memory=True`` lets XLA ask for pieces. Only the C library of GNU/Linux can be told so;
-    elsewhere nothing happens, and ``reason`` says why.
+    ``compile`` does for a step with temporary arrays of 16 MiB or more, unless ``keep_memory=False`` or
+    ONWARD_KEEP_MEMORY=0 says no, and has XLA ask for more than 63 MiB in pieces, which are kept, too. Only
+    where they cannot be had, as with JAX's compilation cache, does an early call keep more. Only the C
+    library of GNU/Linux can be told so; elsewhere nothing happens, and ``reason`` says why.
 
     Source: mallopt(3) of the GNU C library: M_MMAP_MAX, M_TRIM_THRESHOLD, M_TOP_PAD, M_ARENA_MAX.
 
@@ -104,44 +103,90 @@ def can_keep_host_memory() -> KeptMemory:
     return KeptMemory(True, "glibc can be told to keep what it has")
 
 
+def bytes_of_machine() -> int | None:
+    """The bytes of memory of this machine, or those that a container leaves; None where the system is silent.
+
+    Example:
+        >>> (bytes_of_machine() or 2**40) > 2**20
+        True
+    """
+    names = getattr(os, "sysconf_names", {})
+    if not {"SC_PHYS_PAGES", "SC_PAGE_SIZE"} <= names.keys():
+        return None
+    limits = (int(text) for file in _LIMITS if (text := _read(file)).isdigit())
+    return min(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *limits)
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""
+
+
 def temporary_bytes(compiled: jax.stages.Compiled) -> int:
     """The bytes of temporary arrays that a run of an executable takes, as far as XLA tells."""
     analysis = compiled.memory_analysis()
     return 0 if analysis is None else int(analysis.temp_size_in_bytes)
 
 
-def in_pieces(program: Program, wanted: bool | None) -> dict[str, int]:
+def in_pieces(
+    arrays: Iterable[Any], wanted: bool | None, environment: Mapping[str, str] = os.environ
+) -> dict[str, int]:
     """The option by which XLA's CPU compiler takes temporary arrays in pieces that glibc can keep.
 
     XLA asks for all of them at once, in a thread of its own. The heap of such a thread has 64 MiB in glibc:
-    what is larger comes from the system, and goes back to it, whatever was set. In pieces of 8 MiB a step of
-    a transformer with 78 MiB of them took 0.68 of its time on two cores. It is done for those who ask:
-    programs in 16 bits take up to half as much memory again, XLA writes lines to the error output about
-    arrays wider than a piece, and JAX's cache of compiled programs cannot hold them, so that with one there
-    are none.
+    what is larger comes from the system, and goes back to it, whatever was set. In pieces of 48 MiB a step of
+    a transformer with 78 MiB of them took 0.68 of its time on two cores, in as much memory; in 18 other
+    programs they were 0 to 4 % more. Each thread that runs steps keeps its own: with 2 cores and with 32
+    that was 4 to 5 times the temporary arrays. So unasked it is done only where all arrays of a step
+    together, some eight times the temporary ones, are at most a sixteenth of the machine's memory.
+
+    JAX's cache of compiled programs cannot hold such an executable, so that with one there are no pieces. Nor
+    are there with an array that is larger than a piece, for which XLA would write a line to the error output
+    and take up to half as much memory again.
 
     Args:
-        program: what is compiled. No piece is larger than 48 MiB: with a larger array there are none.
-        wanted: whether memory is to be kept, as people asked for it.
+        arrays: the types of all that may be temporary; those of 16 bits count as 32, as which XLA computes.
+        wanted: whether memory is to be kept; None: if the environment does not forbid it.
+        environment: of the process; ONWARD_KEEP_MEMORY=0 forbids, and XLA_FLAGS may have a size of their own.
     """
     settings: Any = jax.config  # the types of JAX 0.10 lack some
     cached = settings.jax_enable_compilation_cache and settings.jax_compilation_cache_dir
-    if wanted is not True or jax.default_backend() != "cpu" or not can_keep_host_memory() or cached:
+    is_set = _PIECES in environment.get("XLA_FLAGS", "")
+    if cached or is_set or not is_wanted(wanted, environment) or jax.default_backend() != "cpu":
         return {}
-    sizes = [nbytes(v) for v in program.variables.values()]
-    if program.code is None:
-        several = (op.body for op in program.ops if op.primitive.runs or len(op.body.equations) > 1)
-        types = (t for body in several for call in body.calls_within for t in call.results)
-        sizes += (math.prod(t.shape) * t.dtype.itemsize for t in types)
-    largest = max(sizes, default=0)
-    return {_PIECES: max(_PIECE, largest)} if largest <= _LARGEST_PIECE else {}
+    sizes = [math.prod(x.shape) * max(4, x.dtype.itemsize) for x in arrays]
+    most = math.inf if wanted else (bytes_of_machine() or 0) / _PART
+    is_large = _HEAP < sum(sizes) <= most and max(sizes) <= _PIECE
+    return {_PIECES: _PIECE} if is_large and can_keep_host_memory() else {}
+
+
+def arrays_of(program: Program) -> Iterator[Any]:
+    """The types of all that a Program computes, also within the ops that run others.
+
+    One that was loaded has no bodies: of it, what its ops give.
+    """
+    if program.code is not None:
+        return (v for op in program.ops for v in op.outputs)
+    return (t for op in program.ops for eqn in op.body.equations for t in results_within(eqn))
+
+
+def is_wanted(wanted: bool | None, environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether large temporary arrays are to be kept: as people ask, or if the environment does not forbid it.
+
+    Example:
+        >>> is_wanted(None, {}), is_wanted(None, {"ONWARD_KEEP_MEMORY": "0"}), is_wanted(False, {})
+        (True, False, False)
+    """
+    return environment.get(_SWITCH) != "0" if wanted is None else wanted
 
 
 def keep_for_steps(
     compiled: jax.stages.Compiled,
     wanted: bool | None,
+    options: Mapping[str, Any],
     environment: Mapping[str, str] = os.environ,
-    is_whole: bool = True,
 ) -> str:
     """Keep host memory where the steps of an executable gain from it, and say so; empty where they do not.
 
@@ -149,21 +194,17 @@ def keep_for_steps(
         compiled: the executable.
         wanted: whether to keep it; None: on a CPU, if temporary arrays are large and the environment does
             not forbid it.
+        options: those of XLA that it was compiled with.
         environment: of the process; ONWARD_KEEP_MEMORY=0 forbids.
-        is_whole: whether it asks for its temporary arrays as one piece.
     """
     taken = temporary_bytes(compiled)
     if not wanted and (taken < LARGE or jax.default_backend() != "cpu"):
         return ""
     told = f"host memory: {taken / 2**20:,.0f} MiB of temporary arrays"
-    if wanted is False or (wanted is None and environment.get(_SWITCH) == "0"):
+    if not is_wanted(wanted, environment):
         return f"{told} go back to the system after each step"
-    is_late = is_whole and not _called
-    if is_late and not CAN_BEGIN_LATE:
-        return f"{told} go back to the system after each step, unless ow.keep_host_memory() is called first"
     if not (kept := _keep()):
         return f"{told}, not kept: {kept.reason}"
-    if is_late and taken > _HEAP:
-        ways = "ow.keep_host_memory() is called first" + (", or with keep_memory=True" if not wanted else "")
-        return f"{told} go back to the system after each step, unless {ways}"
+    if not (options.get(_PIECES) or _called) and taken > _HEAP:
+        return f"{told} go back to the system after each step, unless ow.keep_host_memory() is called first"
     return f"{told} are kept for the next step"

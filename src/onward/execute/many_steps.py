@@ -25,6 +25,7 @@ import numpy as np
 from onward.core.compiler import calling
 from onward.core.errors import ArgumentError
 from onward.core.jaxprs.body import Body, Wire, body_of
+from onward.core.jaxprs.equations import results_within
 from onward.core.jaxprs.joining import as_one_call
 from onward.core.primitives.table import of
 from onward.core.program import Program, Replicas
@@ -178,6 +179,8 @@ class _StepLoop:
         self.lending = Lending(changed, len(leaves))
         self.count = len(leaves)
         self.turn = as_one_call(body, step.program.name)
+        arrays = (t for eqn in body.equations for t in results_within(eqn))
+        self._options = in_pieces(arrays, settings.keep_memory) | all_options(settings.options)
         self.steps = len(group.batches)
         self.program, self.has_run = step.program, False
         self._settings = settings
@@ -208,13 +211,11 @@ class _StepLoop:
     def _called(self, *arguments: Any) -> tuple[list[Any], list[Any]]:
         """Run the loop, which is compiled first, once."""
         if self._compiled is None:
-            pieces = in_pieces(self.program, self._settings.keep_memory)
             try:
-                options = {**pieces, **all_options(self._settings.options)}
-                self._compiled = self._jitted.lower(*arguments).compile(options)
+                self._compiled = self._jitted.lower(*arguments).compile(self._options)
             except RuntimeError as error:
                 raise refusal(error) or error from error
-            keep_for_steps(self._compiled, self._settings.keep_memory, is_whole=not pieces)
+            keep_for_steps(self._compiled, self._settings.keep_memory, self._options)
         with calling():
             changed, results = self._compiled(*arguments)
         return changed, results

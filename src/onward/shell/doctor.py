@@ -17,7 +17,7 @@ import jax
 from jaxlib import version as jaxlib
 
 from onward.core import compiler
-from onward.execute.host_memory import CAN_BEGIN_LATE, can_keep_host_memory
+from onward.execute.host_memory import can_keep_host_memory, is_wanted
 
 EXTRAS = {
     "cluster": "trainers and parameter servers",
@@ -166,13 +166,10 @@ def _host_memory(environment: Mapping[str, str]) -> Finding:
     can, reason = can_keep_host_memory()
     if jax.default_backend() != "cpu" or not can:
         return Finding("host memory", reason if not can else "steps run on a device with memory of its own")
-    if environment.get("ONWARD_KEEP_MEMORY") == "0":
+    if not is_wanted(None, environment):
         advice = (
             "Large steps on CPU are faster without ONWARD_KEEP_MEMORY=0; the process then keeps more memory."
         )
-        return Finding("host memory", "goes back to the system after each step", advice)
-    if not CAN_BEGIN_LATE:
-        advice = "Large steps on CPU gain from onward.keep_host_memory(), called before arrays are made."
         return Finding("host memory", "goes back to the system after each step", advice)
     return Finding("host memory", "stays with the process once a step of 16 MiB and more is compiled")
 

@@ -124,6 +124,13 @@ def names_within(eqn: Any) -> Iterator[str]:
         yield from names_within(inner)
 
 
+def results_within(eqn: Any) -> Iterator[Any]:
+    """The types of what an equation gives, and of what those in it give, however deep."""
+    yield from (v.aval for v in eqn.outvars)
+    for inner in equations_within(eqn):
+        yield from results_within(inner)
+
+
 def size_of(eqn: Any) -> int:
     """How many equations there are in one, however deep, that run no others; at least 1."""
     return sum(map(size_of, equations_within(eqn))) or 1

@@ -7,7 +7,6 @@ much it has and has given out, so does the error.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import prod
@@ -20,6 +19,7 @@ from onward.core.errors import OutOfMemoryError
 from onward.core.program import Program
 from onward.core.show import human_bytes, nbytes
 from onward.develop.offload import offloaded
+from onward.execute.host_memory import bytes_of_machine
 from onward.execute.memory.advice import Shortage, advice
 from onward.execute.memory.exhausted import EXHAUSTED
 from onward.execute.memory.table import place, rows
@@ -72,7 +72,7 @@ def out_of_memory(
     if free is None and limit is not None and "bytes_in_use" in told:
         free = limit - told["bytes_in_use"]
     if limit is None and device.platform == "cpu":
-        limit = _of_machine()
+        limit = bytes_of_machine()
     others, told_others = _others(arrays, device)
     there = set(offloaded(program))
     beside = (
@@ -185,11 +185,3 @@ def _statistics(device: Any) -> Mapping[str, int]:
         return device.memory_stats() or {}
     except (AttributeError, NotImplementedError, RuntimeError):
         return {}
-
-
-def _of_machine() -> int | None:
-    """The bytes of memory of this machine, where the system tells."""
-    names = getattr(os, "sysconf_names", {})
-    if not {"SC_PHYS_PAGES", "SC_PAGE_SIZE"} <= names.keys():
-        return None
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -26,7 +26,7 @@ from jax.sharding import Mesh
 
 from onward.core.variable import holds_keys
 from onward.execute.disk.encoding import ArrayForm, decode, encode
-from onward.execute.host_memory import keep_for_steps, keep_host_memory, temporary_bytes
+from onward.execute.host_memory import keep_for_steps, temporary_bytes
 
 ARRAYS, RESULTS, JOB = "arrays.npz", "results.npz", "job.json"
 
@@ -54,7 +54,7 @@ class Running:
         jitted = jax.jit(step.call, donate_argnums=(0,), **shardings)
         self.compiled = jitted.lower(*types).compile(job["options"])
         self.temporary = temporary_bytes(self.compiled)
-        keep_for_steps(self.compiled, job["keep_memory"])
+        keep_for_steps(self.compiled, job["keep_memory"], job["options"])
 
     def arguments(self, scale: float = 0.0, seed: int = 0) -> list[Any]:
         """Copies of the arrays; their floats changed at random by about so much of each."""
@@ -97,8 +97,6 @@ def main(folder: Path) -> None:
     threading.Thread(target=_read, args=(lines,), daemon=True).start()
     with os.fdopen(os.dup(sys.stdout.fileno()), "w") as answers:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-        if job["keep_memory"]:
-            keep_host_memory()
         for name, value in job["config"].items():
             jax.config.update(name, value)
         running = Running(job)

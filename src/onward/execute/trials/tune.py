@@ -24,7 +24,7 @@ from onward.develop.attention.fuse import fuse_attention
 from onward.develop.attention.report import attentions_of
 from onward.execute.cores import is_in_flags
 from onward.execute.disk.encoding import encode
-from onward.execute.host_memory import CAN_BEGIN_LATE, LARGE, can_keep_host_memory
+from onward.execute.host_memory import LARGE, arrays_of, can_keep_host_memory, in_pieces, is_wanted
 from onward.execute.options import OptionSet, all_options, option_set
 from onward.execute.state import State
 from onward.execute.step import Step
@@ -121,10 +121,6 @@ class Trials:
         )
         rows = [("options", "ms", "ratio", "min..max", "results"), *(t.row for t in self.tried)]
         told = [f"best: {self.best.name}" + (f" ({self.best})" if self.best.words else "")]
-        if self.best.keep_memory and not CAN_BEGIN_LATE:
-            told.append(
-                "call ow.keep_host_memory() at the top of the script: with this jaxlib compile is too late"
-            )
         if self.file is not None:
             told.append(f"remembered in {self.file}: compile(program, options='tuned')")
         return "\n".join((head, columns(rows, right=(1, 2)), *told))
@@ -197,6 +193,7 @@ class _StepOnDisk:
     def __init__(self, folder: Path, step: Step, state: State, batch: Sequence[Any]) -> None:
         self.folder, self._step, self._state, self._batch = folder, step, state, batch
         self.steps: dict[tuple[bool, bool], str] = {}
+        self._arrays: dict[str, list[Any]] = {}  # those of each step, of which XLA makes pieces
         self.rounding = rounding_of(step.program)
         executable, own, values = self._prepared(True, False)
         self.has_fission = any(note.startswith("fission") for note in self._plain.plan().notes)
@@ -214,11 +211,13 @@ class _StepOnDisk:
         config: dict[str, Any] = {"jax_enable_x64": bool(here.jax_enable_x64), "jax_platforms": "cpu"}
         if self.devices > 1 and not is_in_flags():
             config["jax_num_cpu_devices"] = self.devices
+        step = self._file(options.fission is not False, options.attention is True)
+        pieces = in_pieces(self._arrays[step], options.keep_memory)
         return {
             "folder": str(self.folder),
-            "step": self._file(options.fission is not False, options.attention is True),
+            "step": step,
             "forms": self.forms,
-            "options": all_options(options.compiler),
+            "options": {**pieces, **all_options(options.compiler)},
             "keep_memory": options.keep_memory,
             "config": config,
             "rounding": self.rounding,
@@ -251,7 +250,7 @@ class _StepOnDisk:
                     f"tune: {self._step.program.name!r} cannot be given to another process: {error}"
                 ) from error
             (self.folder / name).write_bytes(written)
-            self.steps[way] = name
+            self.steps[way], self._arrays[name] = name, list(arrays_of(executable.program))
         return self.steps[way]
 
 
@@ -340,8 +339,8 @@ def _list(tried: _Contest) -> Iterator[OptionSet]:
     if tried.written.has_attention:
         yield OptionSet("fused attention", attention=True)
     if tried.temporary >= LARGE and can_keep_host_memory():
-        kept = not CAN_BEGIN_LATE
-        yield OptionSet("memory kept" if kept else "memory not kept", keep_memory=kept)
+        other = not is_wanted(None)
+        yield OptionSet("memory kept" if other else "memory not kept", keep_memory=other)
 
 
 def _step_of(what: Any) -> Step:
