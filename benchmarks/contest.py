@@ -14,7 +14,7 @@ from math import nan
 from statistics import median
 
 from benchmarks.harness import Row, in_turn, ratio_row
-from benchmarks.sides import ONWARD, PEERS, REFERENCE, SIDES
+from benchmarks.sides import PEERS, REFERENCE, SIDES
 from benchmarks.worker import Local, SideError, Worker
 from benchmarks.workloads import WORKLOADS
 
@@ -39,7 +39,7 @@ def contest(
         work: a key of ``WORKLOADS``.
         sides: keys of ``SIDES``.
         rounds: how often to measure all of them; 20 unless given.
-        targets: ratios to reach; the side that keeps host memory has that of Onward.
+        targets: ratios to reach, by side.
         quick: in tiny, and in this process.
         against: with whom to compare a side, if not with ``jit + optax``.
         memory: also say how much temporary memory a side takes, over that of the other.
@@ -57,7 +57,7 @@ def contest(
         times = in_turn(measures, rounds or (2 if quick else 20), _BUDGET)
     rows = []
     for side, rival in rivals.items():
-        target = None if quick else _target(side, targets or {})
+        target = None if quick else (targets or {}).get(side)
         if side in failed:
             rows.append(Row(work, rival, target=target, side=side, note=f"failed: {failed[side]}"))
         elif broken := {rival, REFERENCE} & set(failed):
